@@ -493,7 +493,7 @@ def sentence(text: str, most: int = 512) -> str:
 
     A longer text is cut and ends in `...`.
     """
-    line = " ".join(text[: 4 * most].split())
+    line = " ".join(text[: 4 * most].replace("\nhint: ", "; hint: ").split())
     if not line.isprintable():
         line = " ".join("".join(char if char.isprintable() else " " for char in line).split())
     data = line.encode()

@@ -1,7 +1,9 @@
-"""One rank of Megatron-FSDP on CPU: train and save weights as `fsdp_dtensor`, or load them and compute a loss.
+"""One rank of Megatron-FSDP on CPU: train and save as `fsdp_dtensor`, or load and train on.
 
 What Megatron-FSDP asks of a GPU besides what `megatron_rank` answers (streams, events, a mesh of `cuda`) is answered
-here. Its optimizer's states are not saved: with torch's Adam, ranks have states of different parameters.
+here. It expects Adam of TransformerEngine, which has states of all parameters. Torch's has none of parameters of which
+a rank owns no elements, since they get no gradient, and ranks that save different states wait for each other for ever.
+So the states of such parameters, which have no elements either, are added here.
 """
 
 import json
@@ -16,6 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 sys.path.insert(0, str(Path(__file__).parent))
 
 from megatron_rank import VOCABULARY, OnCpu, build, forward, initialize_rng_tracker
+
+from reshard.topology import Topology
+
+CONTENT = {"distrib_optim_sharding_type": "fsdp_dtensor"}
 
 
 class Nothing:
@@ -53,22 +59,46 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (  #
     preprocess_state_dict_for_uneven_dtensor,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_fp8_extra_state_case  # noqa: E402
+from megatron.core.transformer.fsdp_dtensor_checkpoint import (  # noqa: E402
+    handle_experts_in_state_dict,
+    handle_fp8_extra_state_case,
+    handle_swiglu_in_state_dict,
+)
 
 
-def weights_of(wrapped):
-    """Return the state dict of the weights as Megatron-LM saves it, for a model without gated layers."""
-    weights = wrapped.state_dict_for_save_checkpoint()
+def states_of(wrapped, optimizer, **loading):
+    """Return the state dict, and the one that is saved of it or loaded into it, with halves of gated layers apart.
+
+    What takes the halves apart looks for weights in the outermost module, and for states in the one inside of it.
+    """
+    weights = dict(wrapped.state_dict_for_save_checkpoint())
     handle_fp8_extra_state_case(weights)
-    state = {"model": dict(weights)}
-    preprocess_state_dict_for_uneven_dtensor(state)
-    return state
+    optimizer.sharded_state_dict(weights, metadata=CONTENT, **loading)
+    add_empty_states(optimizer)
+    states = optimizer.sharded_state_dict(weights, metadata=CONTENT)
+    of_model, _ = handle_swiglu_in_state_dict(wrapped, weights, None)
+    of_model = handle_experts_in_state_dict(of_model, wrapped.config.num_moe_experts)
+    _, of_optimizer = handle_swiglu_in_state_dict(wrapped.module, {}, states)
+    halved = {"model": of_model, "optimizer": of_optimizer}
+    return {"model": weights, "optimizer": states}, preprocess_state_dict_for_uneven_dtensor(halved)
+
+
+def add_empty_states(optimizer):
+    """Add states of parameters of which this rank owns no elements."""
+    states = optimizer.optimizer.state
+    step = next(own["step"] for own in states.values() if own)
+    every = {}
+    for parameter in (parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]):
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        every[parameter] = states[parameter] or {"step": step.clone(), **moments}
+    states.clear()
+    states.update(every)  # Megatron-FSDP goes through the states in their order, together with other ranks
 
 
 def do(run):
-    """Losses of two steps before a checkpoint is saved and one after it, or of one after it is loaded."""
+    """Losses of two steps before a checkpoint is saved and three after it, or of three after it is loaded."""
     torch.manual_seed(run["seed"])
-    config, model = build(1, VOCABULARY, torch.float32, training=True, gated_linear_unit=False)
+    config, model = build(1, VOCABULARY, torch.float32, training=True, **run.get("model", {}))
     kinds = DistributedDataParallelConfig(
         use_distributed_optimizer=True, use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params",
         gradient_reduce_div_fusion=False,
@@ -90,14 +120,14 @@ def do(run):
         return loss.item()
 
     if "load" in run:
-        state = weights_of(wrapped)
-        dcp.load(state, checkpoint_id=run["load"])
-        wrapped.load_state_dict(state["model"], strict=False)
-        return [step()]
+        whole, halved = states_of(wrapped, optimizer, is_loading=True)
+        dcp.load(halved, checkpoint_id=run["load"])
+        wrapped.load_state_dict(whole["model"], strict=False)
+        optimizer.load_state_dict(whole["optimizer"])
+        return [step() for _ in range(3)]
     losses = [step(), step()]
-    state = weights_of(wrapped)
-    dcp.save(state, checkpoint_id=run["save"])
-    return [*losses, step()]
+    dcp.save(states_of(wrapped, optimizer)[1], checkpoint_id=run["save"])
+    return [*losses, *(step() for _ in range(3))]
 
 
 def main() -> None:
@@ -106,7 +136,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     initialize_rng_tracker(inference_rng_tracker=True)
-    parallel_state.initialize_model_parallel()
+    (ep,) = {Topology.parse(run["topology"]).ep for run in task["runs"]}
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
     for run in task["runs"]:
         with OnCpu():
             losses = do(run)

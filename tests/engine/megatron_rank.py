@@ -25,9 +25,12 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa: E402
-from megatron.core.transformer.moe import experts  # noqa: E402
+from megatron.core.transformer.moe import experts, moe_utils  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+moe_utils.te_general_gemm = None  # its router asks whether TransformerEngine has it, without which it is not defined
 
 LENGTH, VOCABULARY, STEPS = 8, 12, 3
 LLAMA = {"hidden_size": 32, "ffn_hidden_size": 48}
@@ -67,13 +70,12 @@ def _set_states_and_step(self, parameter, tensors):
 DistributedOptimizer._set_main_param_and_optimizer_states = _set_states_and_step
 
 
-def build(tp, vocabulary, dtype, *, training, tied=True, positions="rope", **more):
-    """A GPT like Llama; its sizes are those of the golden checkpoints, if not given."""
+def build(tp, vocabulary, dtype, *, training, tied=True, positions="rope", chunk=None, **more):
+    """A GPT like Llama, or its `chunk`; its sizes are those of the golden checkpoints, if not given."""
     kind = {"num_experts": more.get("num_moe_experts"), "moe_grouped_gemm": more.get("moe_grouped_gemm", False)}
     kinds = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False, **more}
-    sizes = {"hidden_size": 8, "ffn_hidden_size": 6, **kinds}
+    sizes = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 6, **kinds, "pipeline_dtype": dtype}
     config = TransformerConfig(
-        num_layers=2,
         num_attention_heads=4,
         num_query_groups=2,
         activation_func=torch.nn.functional.silu,
@@ -99,8 +101,9 @@ def build(tp, vocabulary, dtype, *, training, tied=True, positions="rope", **mor
         position_embedding_type=positions,
         share_embeddings_and_output_weights=tied,
         parallel_output=training,  # its loss takes each rank's part of the logits
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+        vp_stage=chunk,
     )
     return config, model.to(dtype)
 
@@ -188,93 +191,133 @@ def batch(step, replica, replicas):
     return torch.randint(3, 64, (GLOBAL_BATCH, 12), generator=generator)[replica * each : (replica + 1) * each]
 
 
-def llama(run, tp):
-    """Losses of the Llama that `family_rank` trains, from a checkpoint or from new weights."""
+def make_parts(run, tp, vocabulary, **settings):
+    """Build the model's chunks, of which a rank has several with virtual stages, their buffers, and an optimizer."""
     torch.manual_seed(run.get("seed", 3))
     dtype = torch.bfloat16 if run.get("bf16") else torch.float32
-    config, model = build(tp, 64, dtype, training=True, tied=run.get("tied", False), **LLAMA)
     buckets = {"bucket_size": run["bucket_size"], "overlap_grad_reduce": True} if "bucket_size" in run else {}
-    wrapped = DistributedDataParallel(
-        config, DistributedDataParallelConfig(use_distributed_optimizer=True, **buckets), model
-    )
-    settings = OptimizerConfig(
-        optimizer="adam", lr=1e-2, adam_beta2=0.95, weight_decay=0.1, bf16=bool(run.get("bf16")), params_dtype=dtype,
-        use_distributed_optimizer=True, clip_grad=0.0,
+    kinds = DistributedDataParallelConfig(use_distributed_optimizer=True, **buckets)
+    models, wrapped = [], []
+    for chunk in range(run["vp"]) if "vp" in run else [None]:
+        kind = {"tied": run.get("tied", False), "chunk": chunk, **run.get("model", {})}
+        config, model = build(tp, vocabulary, dtype, training=True, **kind)
+        models.append(model)
+        wrapped.append(DistributedDataParallel(config, kinds, model, disable_bucketing=bool(chunk)))
+    kind = OptimizerConfig(
+        optimizer="adam", lr=1e-2, bf16=bool(run.get("bf16")), params_dtype=dtype, use_distributed_optimizer=True,
+        clip_grad=0.0, **settings,
     )  # fmt: skip
-    optimizer = get_megatron_optimizer(settings, [wrapped], use_gloo_process_groups=True)
+    return models, wrapped, get_megatron_optimizer(kind, wrapped, use_gloo_process_groups=True)
+
+
+def shard(models, optimizer, content, **loading):
+    """Return the state dict of all parts, as Megatron-LM names them."""
+    names = ["model"] if len(models) == 1 else [f"model{at}" for at in range(len(models))]
+    found = {name: model.sharded_state_dict(metadata={}) for name, model in zip(names, models, strict=True)}
+    of_models = found if len(models) > 1 else found["model"]
+    return {**found, "optimizer": optimizer.sharded_state_dict(of_models, metadata=content, **loading)}
+
+
+def save(state, folder, step, content):
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    dist_checkpointing.save({**state, "iteration": step, "checkpoint_version": 3.0}, folder, content_metadata=content)
+
+
+def run_stages(wrapped, tokens):
+    """Run a step of a pipeline, of one sequence after the other; the loss is on the last stage, and 0 on others."""
+
+    def run_one(sequences, model):
+        own = next(sequences)
+        losses = forward(model, own[:, :-1], labels=own[:, 1:])
+        return losses, lambda found: (found.float().mean(), {"loss": found.detach().float().mean()})
+
+    every = get_forward_backward_func()(
+        forward_step_func=run_one,
+        data_iterator=[iter(tokens.split(1)) for _ in wrapped],
+        model=wrapped,
+        num_microbatches=len(tokens),
+        seq_length=tokens.shape[1] - 1,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return torch.stack([one["loss"] for one in every]).mean() if every else torch.zeros(())
+
+
+def llama(run, tp):
+    """Losses of the Llama that `family_rank` trains, from a checkpoint or from new weights."""
+    run = {**run, "model": {**LLAMA, **run.get("model", {})}}
+    models, wrapped, optimizer = make_parts(run, tp, 64, adam_beta2=0.95, weight_decay=0.1)
     content = {**CONTENT, "distrib_optim_sharding_type": run.get("sharding", "fully_reshardable")}
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
     def step(number):
         for group in optimizer.param_groups:  # as Megatron-Core's scheduler does: norms do not decay
             group["weight_decay"] = 0.1 * group["wd_mult"]
-        wrapped.zero_grad_buffer()
+        for model in wrapped:
+            model.zero_grad_buffer()
         optimizer.zero_grad()
         tokens = batch(number, replica, replicas)
-        loss = forward(wrapped, tokens[:, :-1], labels=tokens[:, 1:]).float().mean()
-        loss.backward()
-        wrapped.finish_grad_sync()
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            loss = run_stages(wrapped, tokens)
+        else:
+            loss = forward(wrapped[0], tokens[:, :-1], labels=tokens[:, 1:]).float().mean()
+            loss.backward()
+        for model in wrapped:
+            model.finish_grad_sync()
         optimizer.step()
-        mean = loss.detach().clone()
-        torch.distributed.all_reduce(mean)
-        return mean.item() / torch.distributed.get_world_size()
-
-    def state(**loading):
-        found = model.sharded_state_dict(metadata={})
-        return {"model": found, "optimizer": optimizer.sharded_state_dict(found, metadata=content, **loading)}
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        return total.item() / (replicas * tp)
 
     done = 0
     if "load" in run:
         step(0)  # torch's Adam has no state before
-        loaded = dist_checkpointing.load({**state(is_loading=True)}, run["load"], strict="raise_all")
-        model.load_state_dict(loaded["model"])
+        state = shard(models, optimizer, content, is_loading=True)
+        loaded = dist_checkpointing.load(state, run["load"], strict="raise_all")
+        for name, model in zip(state, models, strict=False):
+            model.load_state_dict(loaded[name])
         optimizer.load_state_dict(loaded["optimizer"])
         done = dist_checkpointing.load_common_state_dict(run["load"])["iteration"]
     losses = []
     for number in range(done, done + run["steps"]):
         losses.append(step(number))
         if run.get("save") and number + 1 == run["save_at"]:
-            Path(run["save"]).mkdir(parents=True, exist_ok=True)
-            common = {"iteration": number + 1, "checkpoint_version": 3.0}
-            dist_checkpointing.save({**state(), **common}, run["save"], content_metadata=content)
+            save(shard(models, optimizer, content), run["save"], number + 1, content)
     return losses
+
+
+def draw_gradients(model):
+    """Draw each gradient by the name that the weight has in the whole model, and by the rank that has this part."""
+    first_expert = parallel_state.get_expert_model_parallel_rank() * next(
+        (len(module.local_experts) for module in model.modules() if hasattr(module, "local_experts")), 0
+    )
+
+    def name_in_model(name, weight):
+        if getattr(weight, "shared_embedding", False):
+            return "embedding.word_embeddings.weight"
+        name = re.sub(r"(?<=local_experts\.)\d+", lambda match: str(int(match[0]) + first_expert), name)
+        return re.sub(
+            r"(?<=decoder\.layers\.)\d+", lambda match: str(model.decoder.layers[int(match[0])].layer_number - 1), name
+        )
+
+    for name, weight in model.named_parameters():
+        is_part = getattr(weight, "tensor_model_parallel", False)
+        own = parallel_state.get_tensor_model_parallel_rank() if is_part else 0
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name_in_model(name, weight)} {own}".encode()))
+        weight.main_grad.normal_(generator=generator)
 
 
 def states(run, tp):
     """Save states of an optimizer in each of `run["save"]`'s kinds; gradients are drawn by the name of the weight."""
-    torch.manual_seed(3)
-    dtype = torch.bfloat16 if run.get("bf16") else torch.float32
-    config, model = build(tp, VOCABULARY, dtype, training=True, tied=run.get("tied", False), **run["model"])
-    buckets = {"bucket_size": run["bucket_size"], "overlap_grad_reduce": True} if "bucket_size" in run else {}
-    wrapped = DistributedDataParallel(
-        config, DistributedDataParallelConfig(use_distributed_optimizer=True, **buckets), model
-    )
-    settings = OptimizerConfig(
-        optimizer="adam", lr=1e-2, bf16=bool(run.get("bf16")), params_dtype=dtype, use_distributed_optimizer=True,
-        clip_grad=0.0,
-    )  # fmt: skip
-    optimizer = get_megatron_optimizer(settings, [wrapped], use_gloo_process_groups=True)
-    first_layer = parallel_state.get_pipeline_model_parallel_rank() * len(model.decoder.layers)
+    models, wrapped, optimizer = make_parts(run, tp, VOCABULARY)
     for _ in range(STEPS):
-        wrapped.zero_grad_buffer()
-        for name, weight in model.named_parameters():
-            tied = "embedding.word_embeddings.weight" if getattr(weight, "shared_embedding", False) else name
-            tied = re.sub(r"(?<=layers\.)\d+", lambda match: str(int(match[0]) + first_layer), tied)
-            own = (
-                parallel_state.get_tensor_model_parallel_rank()
-                if getattr(weight, "tensor_model_parallel", False)
-                else 0
-            )
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{tied} {own}".encode()))
-            weight.main_grad.normal_(generator=generator)
+        for model, buffers in zip(models, wrapped, strict=True):
+            buffers.zero_grad_buffer()
+            draw_gradients(model)
         optimizer.step()
     for sharding, folder in run["save"].items():
         content = {**CONTENT, "distrib_optim_sharding_type": sharding}
-        found = model.sharded_state_dict(metadata={})
-        saved = {"model": found, "optimizer": optimizer.sharded_state_dict(found, metadata=content)}
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        common = {"iteration": STEPS, "checkpoint_version": 3.0}
-        dist_checkpointing.save({**saved, **common}, folder, content_metadata=content)
+        save(shard(models, optimizer, content), folder, STEPS, content)
     return []
 
 
@@ -289,7 +332,9 @@ def main() -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=run.get("pp", 1),
+            virtual_pipeline_model_parallel_size=run.get("vp"),
             expert_model_parallel_size=run.get("ep", 1),
+            expert_tensor_parallel_size=run.get("etp"),
         )
         with OnCpu():
             values = {"logits": logits, "train": train, "weights": weights, "llama": llama, "states": states}[

@@ -20,6 +20,7 @@ TARGETS = ["dp=2,ep=1,zero=1", "dp=2,ep=2,zero=2", "dp=4,ep=2,zero=2"]
 TENSOR_PARALLEL = "tp=3,dp=2,ep=2,zero=1"  # at tp=2, two ranks write the same file of an expert at once
 PIPELINE = "pp=2,dp=2,ep=2,zero=1"
 ZERO3 = "dp=4,ep=2,zero=3"
+TENSOR_PARALLEL_ZERO3 = "tp=2,dp=2,ep=2,zero=3"  # experts have no files of their own there
 PAIRS = [
     *(("moe", source, target) for source, target in itertools.product(SOURCES, TARGETS)),
     *(("moe-pipeline", PIPELINE, target) for target in ("pp=1,dp=2,ep=2,zero=1", "pp=3,dp=1,zero=1")),
@@ -27,7 +28,9 @@ PAIRS = [
     *(("autoep", SOURCES[0], target) for target in ("dp=2,ep=1,zero=1", "dp=2,ep=2,zero=2", "dp=4,ep=4,zero=1")),
     ("autoep", SOURCES[0], "dp=2,ep=2,zero=3"),
     *(("autoep-cut", TENSOR_PARALLEL, target) for target in ("tp=1,dp=4,ep=4,zero=1", "tp=1,dp=2,ep=1,zero=3")),
-    ("autoep-cut", TENSOR_PARALLEL, "tp=2,dp=2,ep=2,zero=2"),
+    *(("autoep-cut", TENSOR_PARALLEL, target) for target in ("tp=2,dp=2,ep=2,zero=2", "tp=2,dp=2,ep=2,zero=3")),
+    *(("autoep-cut", TENSOR_PARALLEL_ZERO3, target) for target in ("tp=3,dp=2,ep=2,zero=3", "tp=2,dp=4,ep=4,zero=3")),
+    *(("autoep-cut", TENSOR_PARALLEL_ZERO3, target) for target in ("tp=1,dp=2,ep=1,zero=3", "tp=2,dp=2,ep=2,zero=1")),
     *(("autoep", ZERO3, target) for target in ("dp=2,ep=2,zero=3", "dp=4,ep=4,zero=3", "dp=2,ep=1,zero=3")),
     *(("autoep", ZERO3, target) for target in ("dp=2,ep=2,zero=1", "dp=4,ep=2,zero=2")),
 ]

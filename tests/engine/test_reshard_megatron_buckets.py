@@ -31,26 +31,52 @@ GPT = {
     "normalization": "LayerNorm", "gated_linear_unit": False, "add_bias_linear": True, "add_qkv_bias": True,
     "qk_layernorm": True, "positions": "learned_absolute",
 }  # fmt: skip
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 6}
+SHARED = {**EXPERTS, "moe_shared_expert_intermediate_size": 10}
 WHOLE: dict[str, dict] = {
     "dp2": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "tied": {"tied": True}, "tp2 tied": {"tp": 2, "tied": True},
     "bf16": {"bf16": True}, "gpt": {"model": GPT}, "gpt tp2": {"tp": 2, "model": GPT},
+    "experts": {"model": EXPERTS}, "ep2": {"ep": 2, "model": EXPERTS},
+    "gpt ep2": {"ep": 2, "model": {**GPT, **SHARED, "gated_linear_unit": True, "add_bias_linear": False}},
+    "biases ep2": {"ep": 2, "model": {**GPT, **EXPERTS}}, "layers4": {"model": {"num_layers": 4}},
+    "tied layers4": {"tp": 2, "tied": True, "model": {"num_layers": 4}},
+    "vp2": {"pp": 2, "vp": 2, "model": {"num_layers": 4}},
 }  # fmt: skip
 SPLIT: dict[str, tuple[str, dict]] = {
     "buckets": ("dp2", {"bucket_size": 300}),
     "pp2 tied": ("tied", {"pp": 2, "tied": True}),
+    "ep2 buckets": ("ep2", {"ep": 2, "model": EXPERTS, "bucket_size": 300}),
 }
+SAME_MOMENTS = {"vp2": "layers4", "ep2": "experts"}
+"""Runs of one bucket each of the same model."""
 if SOAKING:
+    WHOLE |= {
+        "tp2 experts": {"world": 4, "tp": 2, "etp": 2, "ep": 2, "model": SHARED, "bf16": True},
+        "tp2 ep2": {"world": 4, "tp": 2, "etp": 1, "ep": 2, "model": EXPERTS},
+        "ep4": {"world": 4, "ep": 4, "model": {**EXPERTS, "num_moe_experts": 8, "moe_layer_freq": [0, 1]}},
+        "pp2 vp2 ep2": {
+            "world": 4, "pp": 2, "vp": 2, "ep": 2,
+            "model": {**SHARED, "num_layers": 4, "moe_layer_freq": [0, 1, 1, 1]},
+        },
+    }  # fmt: skip
     SPLIT |= {
         "dp3": ("dp2", {"world": 3, "bucket_size": 600}),
         "dp4": ("gpt", {"world": 4, "bucket_size": 600, "model": GPT}),
         "tp2 pp2 tied": ("tp2 tied", {"world": 4, "tp": 2, "pp": 2, "tied": True}),
+        "tp2 vp2 tied": (
+            "tied layers4",
+            {"world": 4, "tp": 2, "pp": 2, "vp": 2, "tied": True, "model": {"num_layers": 4}},
+        ),
         "pp2 dp2 tied": ("tied", {"world": 4, "pp": 2, "tied": True, "bucket_size": 300}),
     }
 """States in several buckets, and the run of the same states in one."""
 
 
 def hold(root: Path, name: str, *, world: int = 2, tp: int = 1, pp: int = 1, **more) -> dict:
-    stages = {"pipeline_model_parallel_size": pp, "pipeline_dtype": "float32"} if pp > 1 else {}
+    stages = {"pipeline_model_parallel_size": pp} if pp > 1 else {}
+    stages |= {"virtual_pipeline_model_parallel_size": more["vp"]} if "vp" in more else {}
+    stages |= {"expert_model_parallel_size": more["ep"]} if "ep" in more else {}
+    stages |= {"expert_tensor_parallel_size": more["etp"]} if "etp" in more else {}
     return {
         "name": name, "kind": "states", "tp": tp, "pp": pp,
         "topology": f"tp={tp},pp={pp},dp={world // tp // pp}",
@@ -90,23 +116,53 @@ def test_states_in_several_buckets_are_those_of_a_run_with_one(name, states):
     }
 
 
+@pytest.mark.parametrize("name", SAME_MOMENTS)
+def test_states_do_not_depend_on_the_ranks_of_experts_and_on_virtual_stages(name, states):
+    found, wanted = (read(states / each / "dp_reshardable") for each in (name, SAME_MOMENTS[name]))
+    moments = [key for key in wanted if key.startswith("exp_avg")]
+    assert {key: found[key] for key in moments} == {key: wanted[key] for key in moments}
+
+
 @pytest.mark.parametrize("name", SPLIT)
 def test_megatron_core_itself_mixes_up_states_of_several_buckets(name, states):
     """It is why such a folder should be saved as `dp_reshardable`: if this fails, Megatron-Core was mended."""
     assert read(states / name / "dp_reshardable") != read(states / name / "fully_reshardable")
 
 
-RUNS = {
+KINDS_OF_RUNS: dict[str, dict] = {
+    "ep2": {
+        "ep": 2,
+        "model": {**EXPERTS, "moe_ffn_hidden_size": 24, "expert_model_parallel_size": 2},
+    },
+    "layers4": {"model": {"num_layers": 4}},
+    "vp2": {
+        "pp": 2, "vp": 2, "topology": "pp=2",
+        "model": {
+            "num_layers": 4, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2,
+            "overlap_p2p_comm": True, "batch_p2p_comm": False,  # with two stages, both neighbours are one rank
+        },
+    },
+}  # fmt: skip
+"""Runs besides those of `test_reshard_megatron_deepspeed`."""
+RUNS: dict[str, tuple[str, dict]] = {
     "dp2": ("dp2", {}),
     "tp2": ("tp2", {}),
     "buckets": ("dp2", {"bucket_size": 3000}),
     "bf16": ("bf16", {}),
+    "ep2": ("ep2", {}),
+    "vp2": ("vp2", {}),
 }
 TO_MEGATRON = {
     "dp2": "dp2", "dp2 to tp2": "tp2", "tp2": "tp2", "tp2 to dp2": "dp2", "buckets": "dp2", "bf16": "bf16",
+    "ep2": "ep2", "vp2": "vp2", "vp2 to dp2": "layers4",
 }  # fmt: skip
 TO_DEEPSPEED = {"dp2": "zero1", "tp2": "zero3", "buckets": "zero1", "bf16": "bf16"}
 TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
+
+
+def train(name: str, kind: str, **more) -> dict:
+    own = KINDS_OF_RUNS.get(kind, {})
+    return run_in_megatron(name, "dp2" if own else kind, **own, **more)
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +171,13 @@ def resumed(tmp_path_factory) -> dict[str, list[float]]:
     root = tmp_path_factory.mktemp("runs")
     whole = {"steps": 4, "save_at": 2, "sharding": "dp_reshardable"}
     losses = launch(
-        [run_in_megatron(name, kind, **whole, **case, save=str(root / name)) for name, (kind, case) in RUNS.items()],
+        [train(name, kind, **whole, **case, save=str(root / name)) for name, (kind, case) in RUNS.items()],
         MEGATRON,
     )
     runs = []
     for case, kind in TO_MEGATRON.items():
         target = root / f"{case}, megatron"
-        run = run_in_megatron(f"to megatron {case}", kind, steps=2, load=str(target))
+        run = train(f"to megatron {case}", kind, steps=2, load=str(target))
         go(root / case.split()[0], target, run["topology"], "megatron")
         runs.append(run)
     through = root / "dcp"

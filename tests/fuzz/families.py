@@ -45,6 +45,7 @@ EXPERTS = (
     Source(f"deepspeed-0.19.8/experts-dp4-ep2/{STEP}", "dp=4,ep=4,zero=2"),
     Source(f"deepspeed-0.19.8/autoep-dp2-ep2/{STEP}", "dp=3,ep=1,zero=2"),
     Source(f"deepspeed-0.19.8/autoep-dp2-ep2/{STEP}", "zero=1", "universal"),
+    Source(f"deepspeed-0.19.8/autoep-tp3-dp2-ep2-zero3/{STEP}", "tp=2,dp=2,ep=2,zero=3"),
 )
 
 

@@ -1,8 +1,10 @@
 """The golden checkpoints and what tests do with them: put tensors together, change a file."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +33,12 @@ TARGETS = {
     "bf16-optimizer-dp2": ["dp=1", "dp=3", "dp=4,zero=2"],
     "autoep-dp2-ep2": ["dp=4,ep=4", "dp=2,ep=1,zero=2", "dp=4,ep=2", "dp=3,zero=2"],
     "autoep-tp2-dp2-ep2": ["dp=2,ep=2", "tp=2,dp=4,ep=4", "tp=3,dp=2,ep=2,zero=2"],
+    "autoep-tp3-dp2-ep2-zero3": [
+        "tp=1,dp=2,ep=2,zero=3",
+        "tp=2,dp=2,ep=2,zero=3",
+        "tp=2,dp=4,ep=4,zero=3",
+        "tp=3,dp=4,ep=2,zero=3",
+    ],
     "experts-dp4-ep2": ["dp=2,ep=2", "dp=4,ep=1", "dp=6,ep=2,zero=2", "dp=1,zero=2"],
     "experts-pp2-dp2-ep2": ["pp=1,dp=2,ep=2", "pp=3,dp=4,ep=2", "pp=2,dp=3"],
     "zero0-dp2": ["dp=1,zero=0", "dp=3,zero=0"],
@@ -80,6 +88,14 @@ def assemble(index: Index) -> dict[str, np.ndarray]:
             assert (copy == copies[0]).all(), f"copies of {tensor.key} differ"
         result[str(tensor.key)] = copies[0]
     return result
+
+
+def check_truth(found: Mapping[str, np.ndarray], wanted: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that there are these tensors alone, with these shapes and SHA-256 sums."""
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert list(found[key].shape) == value["shape"], key
+        assert hashlib.sha256(found[key].tobytes()).hexdigest() == value["sha256"], key
 
 
 def whole(tensors: dict[str, np.ndarray], key: str) -> np.ndarray:

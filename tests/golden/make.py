@@ -31,6 +31,11 @@ CASES = {
     "elastic-dp2": {"model": "flat", "topology": "dp=2,zero=2", "zero": {"elastic_checkpoint": True}},
     "autoep-dp2-ep2": {"model": "autoep", "topology": "dp=2,ep=2,zero=1"},
     "autoep-tp2-dp2-ep2": {"model": "autoep-cut", "topology": "tp=2,dp=2,ep=2,zero=1"},
+    "autoep-tp3-dp2-ep2-zero3": {
+        "model": "autoep-cut",
+        "topology": "tp=3,dp=2,ep=2,zero=3",
+        "zero": {"sub_group_size": 60},
+    },
     "experts-dp4-ep2": {"model": "moe", "topology": "dp=4,ep=2,zero=1"},
     "experts-pp2-dp2-ep2": {"model": "moe-pipeline", "topology": "pp=2,dp=2,ep=2,zero=1"},
     "muon-zero2-dp3": {"model": "flat", "topology": "dp=3,zero=2", "configured": "muon"},

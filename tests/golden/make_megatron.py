@@ -1,4 +1,4 @@
-"""Make the tiny Megatron-Core checkpoints beside this file again: `python -m tests.golden.make_megatron`.
+"""Make the tiny Megatron-Core checkpoints beside this file again: `python -m tests.golden.make_megatron [NAME ...]`.
 
 Needs megatron-core 0.16.1 beside torch; no GPU. A GPT of two layers with grouped queries, a gated MLP and RMS norms is
 built by Megatron-Core with tensor parallelism over two processes, trained for three steps of torch's AdamW, and saved
@@ -6,15 +6,20 @@ by `dist_checkpointing.save`; the optimizer's states go through Megatron-Core's 
 `--dist-ckpt-optim-fully-reshardable`. What each full tensor is goes to `truth.json`, put together from the ranks'
 weights by what Megatron-Core's layers say of themselves (`partition_dim`), not by its checkpoint code.
 
-`buckets-tp2` is what the distributed optimizer itself saves as `dp_reshardable`, in several buckets. What its full
-tensors are is read by torch from a folder of the same run with one bucket, saved as `fully_reshardable`.
+`buckets-tp2` is what the distributed optimizer itself saves as `dp_reshardable`, in several buckets. `buckets-experts`
+is what the two optimizers of a model with experts save, at ep=2, in two pipeline stages of two virtual ones. What their
+full tensors are is read by torch from a folder of the same run with one bucket, saved as `fully_reshardable`.
+
+`fsdp-dtensor-dp2` is what Megatron-FSDP saves, on two ranks. What its full tensors are is read by torch.
 """
 
 import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -124,45 +129,97 @@ def rank_main(rank, store):
     torch.distributed.barrier()
 
 
-def make_buckets() -> None:
-    """Make the folder with states in buckets."""
+BUCKETS = {
+    "buckets-tp2": {"tp": TP, "topology": f"tp={TP},dp=1", "bf16": True, "model": {}},
+    "buckets-experts": {
+        "tp": 1, "pp": 2, "vp": 2, "ep": 2, "topology": "pp=2,dp=2", "bf16": True,
+        "model": {
+            "num_layers": 4, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 6,
+            "moe_shared_expert_intermediate_size": 10, "moe_layer_freq": [0, 1, 1, 1],
+            "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2,
+            "expert_model_parallel_size": 2, "pipeline_dtype": "bfloat16",
+        },
+    },
+}  # fmt: skip
+
+
+def read_with_torch(folder: Path) -> dict[str, torch.Tensor]:
+    """Read all tensors of a folder by their keys."""
+    reader = FileSystemReader(folder)
+    described = reader.read_metadata().state_dict_metadata
+    found = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in described.items()
+        if hasattr(entry, "size")
+    }
+    load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def make_buckets(name: str) -> None:
+    """Make a folder with states in buckets."""
     with tempfile.TemporaryDirectory() as scratch:
-        whole, folder = Path(scratch) / "whole", HERE / "buckets-tp2" / "iter_0000003"
-        run = {"kind": "states", "tp": TP, "topology": f"tp={TP},dp=1", "bf16": True, "model": {}}
+        whole, folder = Path(scratch) / "whole", HERE / name / "iter_0000003"
+        run = {"kind": "states", **BUCKETS[name]}
         saves = [{"fully_reshardable": str(whole)}, {"dp_reshardable": str(folder)}]
         runs = [
             {**run, "name": "whole", "save": saves[0]},
             {**run, "name": "cut", "save": saves[1], "bucket_size": 300},
         ]
         launch(runs, HERE.parents[1] / "engine" / "megatron_rank.py")
-        reader = FileSystemReader(whole)
-        described = reader.read_metadata().state_dict_metadata
-        found = {
-            key: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for key, entry in described.items()
-            if hasattr(entry, "size")
-        }
-        load(found, storage_reader=reader, no_dist=True)
+        found = read_with_torch(whole)
     truth = {}
     for key, value in found.items():
-        state, name = key.removeprefix("optimizer.state.").split(".", 1) if "optimizer" in key else ("weight", key)
-        parts = {name: value}
-        if "layers." in name:
-            parts = {name.replace("layers.", f"layers.{at}."): value[at] for at in range(LAYERS)}
+        state, name_in_model = (
+            key.removeprefix("optimizer.state.").split(".", 1) if "optimizer" in key else ("weight", key)
+        )
+        parts = {name_in_model: value}
+        if "layers." in name_in_model and not re.search(r"layers\.\d", name_in_model):
+            parts = {name_in_model.replace("layers.", f"layers.{at}."): part for at, part in enumerate(value)}
         for own, part in parts.items():
             content = part.contiguous().view(torch.uint8).numpy().tobytes()
             shown = {"shape": list(part.shape), "sha256": hashlib.sha256(content).hexdigest()}
             truth[f"{'fp32' if state == 'param' else state}/{own}"] = shown
-    (HERE / "buckets-tp2" / "truth.json").write_text(json.dumps(truth, indent=1, sort_keys=True) + "\n")
+    (HERE / name / "truth.json").write_text(json.dumps(truth, indent=1, sort_keys=True) + "\n")
 
 
-def main() -> None:
-    """Make them."""
-    shutil.rmtree(HERE, ignore_errors=True)
+FSDP = "fsdp-dtensor-dp2"
+
+
+def make_fsdp() -> None:
+    """Make a folder of Megatron-FSDP."""
+    folder = HERE / FSDP / "iter_0000002"
+    run = {"name": "saved", "topology": "dp=2", "seed": 3, "save": str(folder)}
+    launch([run], HERE.parents[1] / "engine" / "megatron_fsdp_rank.py")
+    truth = {}
+    for key, value in read_with_torch(folder).items():
+        kind, name = key.split(".", 1)
+        name = name.removeprefix("state.module.")  # the wrapper that only the optimizer has in its names
+        name, _, state = name.rpartition(".") if kind == "optimizer" else (name, "", "weight")
+        if state != "step":
+            content = value.contiguous().view(torch.uint8).numpy().tobytes()
+            shown = {"shape": list(value.shape), "sha256": hashlib.sha256(content).hexdigest()}
+            truth[f"{state}/{name}"] = shown
+    (HERE / FSDP / "truth.json").write_text(json.dumps(truth, indent=1, sort_keys=True) + "\n")
+
+
+def make_whole() -> None:
+    """Make the folder with whole states."""
     (HERE / "iter_0000003").mkdir(parents=True)
     with tempfile.TemporaryDirectory() as scratch:
         torch.multiprocessing.spawn(rank_main, args=(f"{scratch}/store",), nprocs=TP)
-    make_buckets()
+
+
+def main() -> None:
+    """Make all, or those named on the command line."""
+    for name in sys.argv[1:] or ("iter_0000003", *BUCKETS, FSDP):
+        shutil.rmtree(HERE / name, ignore_errors=True)
+        if name == FSDP:
+            make_fsdp()
+        elif name in BUCKETS:
+            make_buckets(name)
+        else:
+            make_whole()
 
 
 if __name__ == "__main__":

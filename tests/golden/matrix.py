@@ -82,6 +82,7 @@ class Cell:
 _DESCRIBED = (
     "dcp/fsdp2-flat",
     "dcp/accelerate-fsdp2",
+    "dcp/megatron-fsdp",
     "deepspeed/elastic-dp2",
     "universal/zero2-dp3",
     "safetensors/llama",
@@ -96,11 +97,13 @@ def _sources() -> dict[str, Source]:
             if path.is_dir():
                 found[f"{family.partition('-')[0]}/{path.name}"] = Source(path=path / "step-00000002")
     found["dcp/accelerate-fsdp2"] = Source(path=HERE / "accelerate-1.15" / "fsdp2")
+    found["dcp/megatron-fsdp"] = Source(path=HERE / "megatron-0.16.1" / "fsdp-dtensor-dp2" / "iter_0000002")
     # Its master weights are not equal to its weights, on purpose; formats that have one of both would differ.
     megatron = Source(path=HERE / "megatron-0.16.1" / "iter_0000003", states=("fp32", "exp_avg"))
     found["megatron/tp2 `--states` fp32,exp_avg"] = megatron
     found["megatron/tp2 `--states` weight"] = dataclasses.replace(megatron, states=("weight",))
-    found["megatron/buckets-tp2"] = Source(path=HERE / "megatron-0.16.1" / "buckets-tp2" / "iter_0000003")
+    for name in ("buckets-experts", "buckets-tp2"):
+        found[f"megatron/{name}"] = Source(path=HERE / "megatron-0.16.1" / name / "iter_0000003")
     for path in sorted((HERE / "safetensors").iterdir()):
         if path.is_dir() and any(path.glob("*.safetensors")):
             found[f"safetensors/{path.name}"] = Source(path=path)

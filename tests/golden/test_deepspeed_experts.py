@@ -118,7 +118,8 @@ def test_autoep_without_tensor_parallelism_says_nothing_about_it(tmp_path):
     ("target", "text"),
     [
         ("tp=2,dp=2", "does not train AutoEP with tensor parallelism at ep=1"),
-        ("tp=2,dp=2,ep=2,zero=3", "AutoEP's with tp, too, or at stage 3"),
+        ("tp=2,dp=2,zero=3", "does not train AutoEP with tensor parallelism at ep=1"),
+        ("tp=2,dp=2,ep=2,zero=0", "AutoEP's with tp, too, and at stage 3"),
         ("tp=5,dp=2,ep=2", "is not divisible by tp=5"),
     ],
 )

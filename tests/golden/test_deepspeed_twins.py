@@ -9,10 +9,12 @@ import pytest
 
 from reshard.api import index_of, plan_of
 from reshard.errors import CorruptSourceError, ReshardError
+from reshard.formats.deepspeed.writing import rank_copies
+from reshard.formats.deepspeed.writing.rank_copies import RankCopies
 from reshard.formats.pt import equal_files
 from reshard.formats.pt.objects import Storage
 from reshard.formats.pt.reader import PtFile, read
-from reshard.formats.pt.writer import lay_out_pt
+from reshard.formats.pt.writer import PickledObject, lay_out_pt, pickle_object
 from reshard.topology import Topology
 from tests.golden.files import TARGETS, golden
 
@@ -151,6 +153,63 @@ def test_ranks_whose_names_are_of_another_length_get_the_same_content(tmp_path: 
             one, other = (values[f"zero_pp_rank_{at}_mp_rank_00_{kind}_states.pt"] for at in (3, rank))
             assert repr(one.value["ds_config"]) == repr(other.value["ds_config"])
             assert list(one.storages) == list(other.storages)
+
+
+def lay_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every file be made by itself."""
+
+    def add(self, name, _sources, make, _facts=()):
+        value, result = make()
+        return self._target.add_file(name, value), result
+
+    monkeypatch.setattr(RankCopies, "add", add)
+
+
+def count_pickles(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One item for each optimizer file that is pickled."""
+    pickled: list[None] = []
+
+    def pickle(value: object) -> PickledObject:
+        pickled.append(None)
+        return pickle_object(value)
+
+    monkeypatch.setattr(rank_copies, "pickle_object", pickle)
+    return pickled
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "num_pickles"),
+    [
+        ("pipeline-tp2-pp2", "tp=2,pp=2,dp=16", 16),
+        ("pipeline-tp2-pp2", "tp=2,pp=1,dp=9", 9),
+        ("megatron-tp2-pp2", "tp=2,pp=1,dp=16", 16),
+        ("zero2-dp3", "dp=64,zero=2", 12),
+        ("zero2-dp3-round-robin", "dp=64,zero=2", 12),
+        ("bf16-optimizer-dp2", "dp=64", 13),
+        ("muon-zero2-dp3", "dp=64,zero=2", 14),
+        ("autoep-tp2-dp2-ep2", "tp=2,dp=4,ep=2", 8),
+        ("experts-dp4-ep2", "dp=6,ep=2,zero=2", 6),
+        ("zero0-dp2", "dp=64,zero=1", 64),
+        ("zero3-dp3", "dp=64,zero=1", 12),
+    ],
+)
+def test_files_that_share_a_pickle_are_what_each_of_them_is_alone(
+    name: str, target: str, num_pickles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, topology = index_of(golden(name)), Topology.parse(target)
+    with monkeypatch.context() as context:
+        pickled = count_pickles(context)
+        together = plan_of(index, topology, num_threads=1)
+        assert len(pickled) == num_pickles
+    lay_out_alone(monkeypatch)
+    alone = plan_of(index, topology, num_threads=1)
+    assert together.layout.files == alone.layout.files
+    assert together.layout.tensors == alone.layout.tensors
+    for column in dataclasses.fields(together.layout.shards):
+        one, other = (getattr(plan.layout.shards, column.name) for plan in (together, alone))
+        assert (one == other).all(), column.name
+    assert [column.tolist() for column in together.layout.zeros] == [column.tolist() for column in alone.layout.zeros]
+    assert together.fingerprint == alone.fingerprint
 
 
 def test_a_stencil_with_another_name_is_the_file_of_that_name() -> None:

@@ -17,6 +17,7 @@ from reshard.execution import tile
 from reshard.execution.executor import execute
 from reshard.planning.check import check_plan
 from reshard.planning.plan import make_plan
+from reshard.planning.units import Unit, Units
 from reshard.storage.source_reader import SourceReader
 from reshard.tensors.geometry import Box, flat_interval_to_boxes, tiles, whole
 from reshard.tensors.layout import (
@@ -168,6 +169,33 @@ def test_tiles_are_consecutive_and_cover_the_tensor(shape: tuple[int, ...], limi
     found = [flat[slices(box)].reshape(-1) for box in tiles(shape, limit)]
     assert np.concatenate(found).tolist() == flat.reshape(-1).tolist()
     assert max(map(len, found)) <= max(limit, 1)
+
+
+def cut_one_by_one(tensors: list[tuple[int, tuple[int, ...], int]], unit_bytes: int) -> list[Unit]:
+    """Units, each with its boxes from the start."""
+    units: list[Unit] = []
+    boxes: list[tuple[int, Box]] = []
+    held = 0
+    for number, shape, item_bytes in tensors:
+        for box in tiles(shape, unit_bytes // item_bytes):
+            num_bytes = box.num_elements * item_bytes
+            if boxes and held + num_bytes > unit_bytes:
+                units.append(Unit(tuple(boxes), held))
+                boxes, held = [], 0
+            boxes.append((number, box))
+            held += num_bytes
+    return [*units, Unit(tuple(boxes), held)] if boxes else units
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=4), st.sampled_from([1, 2, 8])), max_size=6), st.data())
+def test_units_that_are_made_on_access_are_those_that_are_made_from_the_start(cases, data: st.DataObject) -> None:
+    tensors = [(at, tuple(shape), item_bytes) for at, (shape, item_bytes) in enumerate(cases)]
+    unit_bytes = data.draw(st.integers(1, 200))
+    units, expected = Units(tensors, unit_bytes), cut_one_by_one(tensors, unit_bytes)
+    assert list(units) == expected
+    assert units[1:] == tuple(expected[1:])
+    assert units.count_bytes(range(len(units))) == sum(unit.num_bytes for unit in expected)
+    assert [units[-1]] == expected[-1:] if expected else len(units) == 0
 
 
 @given(shapes, st.data())

@@ -13,10 +13,11 @@ import contextlib
 import dataclasses
 import os
 import random
+import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,10 +28,12 @@ from reshard import api, witness
 from reshard.api import Conversion, RunOptions, convert, index_of
 from reshard.errors import ReshardError
 from reshard.execution import executor, read_back, scan, tile
-from reshard.formats.deepspeed import flat
+from reshard.formats.dcp import reader as dcp_reader
+from reshard.formats.deepspeed import autoep, flat
 from reshard.formats.deepspeed import names as file_names
 from reshard.formats.deepspeed.experts import Experts
 from reshard.formats.deepspeed.reading import opening
+from reshard.formats.deepspeed.reading import partitions as deepspeed_partitions
 from reshard.formats.deepspeed.tensor_parallel import patterns as tp_patterns
 from reshard.formats.megatron import buckets
 from reshard.names import apply
@@ -39,7 +42,7 @@ from reshard.planning.plan import Plan
 from reshard.planning.replicas import Copies
 from reshard.storage.target_writer import TargetWriter
 from reshard.tensors.intervals import Int64Array
-from reshard.tensors.layout import Index, LogicalTensor, TargetLayout
+from reshard.tensors.layout import Index, LogicalTensor, TargetLayout, TensorKey
 from reshard.tensors.shard_table import ShardTable
 from reshard.topology import Topology
 from reshard.witness import WitnessReport
@@ -48,6 +51,7 @@ from tests.golden.matrix import described_options
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAME_MAPS = Path(__file__).parents[2] / "examples" / "name_maps"
 _DS, _STEP = GOLDEN / "deepspeed-0.19.8", "step-00000002"
+_FSDP = GOLDEN / "megatron-0.16.1" / "fsdp-dtensor-dp2" / "iter_0000002"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,6 +116,10 @@ CASES = (
     Case(_DS / "autoep-dp2-ep2" / _STEP, "dp=4,ep=4,zero=1"),
     Case(_DS / "autoep-tp2-dp2-ep2" / _STEP, "tp=1,dp=2,ep=2,zero=1"),
     Case(_DS / "autoep-tp2-dp2-ep2" / _STEP, "tp=3,dp=4,ep=2,zero=2"),
+    Case(_DS / "autoep-dp2-ep2" / _STEP, "dp=4,ep=2,zero=3"),
+    Case(_DS / "autoep-tp2-dp2-ep2" / _STEP, "tp=3,dp=2,ep=2,zero=3"),
+    Case(_DS / "autoep-tp3-dp2-ep2-zero3" / _STEP, "tp=2,dp=4,ep=4,zero=3"),
+    Case(_DS / "autoep-tp3-dp2-ep2-zero3" / _STEP, "tp=2,dp=2,ep=2,zero=1"),
     Case(GOLDEN / "universal-0.19.8" / "zero2-dp3" / _STEP, "dp=2,zero=2", "deepspeed"),
     Case(GOLDEN / "universal-0.19.8" / "pipeline-tp2-pp2" / _STEP, "tp=2,pp=2", "deepspeed"),
     Case(GOLDEN / "dcp-2.13" / "fsdp2-flat" / _STEP, "dp=3"),
@@ -128,6 +136,10 @@ CASES = (
     Case(GOLDEN / "megatron-0.16.1" / "iter_0000003", "dp=2", "dcp", None, ("fp32", "exp_avg")),
     Case(GOLDEN / "megatron-0.16.1" / "buckets-tp2" / "iter_0000003", "dp=2", "dcp"),
     Case(GOLDEN / "megatron-0.16.1" / "buckets-tp2" / "iter_0000003", "tp=2,dp=2"),
+    Case(GOLDEN / "megatron-0.16.1" / "buckets-experts" / "iter_0000003", "dp=2", "dcp"),
+    Case(_FSDP, "dp=3"),
+    *(Case(_FSDP, f"dp=2,zero={stage}", "deepspeed", described=True) for stage in (1, 3)),
+    Case(_FSDP, "zero=1", "universal", described=True),
     Case(GOLDEN / "safetensors" / "llama", "dp=2", "dcp"),
     Case(GOLDEN / "safetensors" / "phimoe", "dp=1", "safetensors", names=("phimoe.yaml", "experts: 4")),
     Case(
@@ -415,6 +427,30 @@ def expert_parts(_rng: random.Random, case: Case) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def expert_holders(rng: random.Random, case: Case) -> Iterator[None]:
+    """Partition AutoEP's experts at ZeRO-3 over the ranks of another part, or in another order of the ranks.
+
+    Reader and writer do so alike, and so do the files' descriptions.
+    """
+    if not case.source.parent.name.startswith("autoep") or "zero=3" not in case.topology:
+        raise NoMutantError
+    real, kind = autoep.list_holders, rng.choice(["another part", "backwards", "tensor-parallel rank first"])
+
+    def holders(topology: Topology, part: int) -> Sequence[int]:
+        if kind == "another part":
+            return real(topology, topology.ep - 1 - part)
+        if kind == "backwards":
+            return real(topology, part)[::-1]
+        return sorted(real(topology, part), key=lambda rank: (rank % topology.tp, rank))
+
+    with (
+        mock.patch.object(autoep, "list_holders", holders),
+        mock.patch.object(deepspeed_partitions, "_check_partition_groups", _nothing),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def expert_layers(rng: random.Random, case: Case) -> Iterator[None]:
     """Give the files of experts the number of another layer, or of another stage; the reader does not look at it."""
     if not case.source.parent.name.startswith("experts"):
@@ -438,11 +474,20 @@ def expert_layers(rng: random.Random, case: Case) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bucket_places(rng: random.Random, case: Case) -> Iterator[None]:
-    """Mix up the parts of parameters in Megatron-Core's buckets: their names, their ranks, or gate and up."""
+    """Mix up the parts of parameters in Megatron-Core's buckets: names, ranks, gate and up, experts, or stages."""
     if "buckets" not in str(case.source):
         raise NoMutantError
-    kind, seed = rng.choice(["exchange", "rank", "gate"]), rng.random()
+    own_kinds = ["expert", "virtual stage"] if "experts" in str(case.source) else ["rank"]
+    kind, seed = rng.choice(["exchange", "gate", *own_kinds]), rng.random()
     real_cut, real_place = buckets._cut, buckets._place_parts
+    real_expert, real_chunks = buckets._cut_expert, buckets.list_chunks
+
+    def cut_expert(name: str, location: Any, tp: int, rank: int, expert: int) -> Any:
+        return real_expert(name, location, tp, rank, expert ^ 1 if kind == "expert" else expert)
+
+    def list_chunks(*args: Any) -> Any:
+        found = real_chunks(*args)
+        return [found[at] for at in (0, 2, 1, 3)] if kind == "virtual stage" else found
 
     def cut(name: str, location: Any, tp: int, rank: int, *, shared: bool) -> Any:
         part = real_cut(name, location, tp, tp - 1 - rank if kind == "rank" else rank, shared=shared)
@@ -455,12 +500,52 @@ def bucket_places(rng: random.Random, case: Case) -> Iterator[None]:
         equal = [
             (a, b) for a in range(len(found)) for b in range(a) if found[a][2].num_elements == found[b][2].num_elements
         ]
+        if not equal:
+            return found
         first, second = random.Random(seed).choice(equal)
         names = [part for _, _, part in found]
         names[first], names[second] = names[second], names[first]
         return [(bucket, start, part) for (bucket, start, _), part in zip(found, names, strict=True)]
 
-    with mock.patch.object(buckets, "_cut", cut), mock.patch.object(buckets, "_place_parts", place):
+    with (
+        mock.patch.object(buckets, "_cut", cut),
+        mock.patch.object(buckets, "_place_parts", place),
+        mock.patch.object(buckets, "_cut_expert", cut_expert),
+        mock.patch.object(buckets, "list_chunks", list_chunks),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def optimizer_names(rng: random.Random, case: Case) -> Iterator[None]:
+    """Exchange optimizer states of Megatron-FSDP: of gate and up, of two layers, both moments, or of two weights."""
+    if case.source != _FSDP:
+        raise NoMutantError
+    kind, seed, real = rng.choice(["halves", "layers", "states", "exchange"]), rng.random(), dcp_reader.find_names
+
+    def other(key: TensorKey) -> TensorKey:
+        if kind == "states":
+            return TensorKey("exp_avg" if key.state == "exp_avg_sq" else "exp_avg_sq", key.name)
+        first, second = ("_w", "_v") if kind == "halves" else ("layers.0.", "layers.1.")
+        ways = {first: second, second: first}
+        return TensorKey(key.state, re.sub("|".join(map(re.escape, ways)), lambda found: ways[found[0]], key.name))
+
+    def find_names(entries: Any, where: str) -> Any:
+        naming = real(entries, where)
+        shapes = {entry.key: entry.shape for entry in entries}
+        states = {entry: key for entry, key in naming.tensors.items() if key.state.startswith("exp_avg")}
+        if kind == "exchange":
+            groups: dict[Any, list[str]] = {}
+            for entry, key in sorted(states.items()):
+                groups.setdefault((key.state, shapes[entry]), []).append(entry)
+            again = random.Random(seed)
+            first, second = again.sample(again.choice([own for own in groups.values() if len(own) > 1]), 2)
+            changed = {first: states[second], second: states[first]}
+        else:
+            changed = {entry: other(key) for entry, key in states.items()}
+        return dataclasses.replace(naming, tensors={**naming.tensors, **changed})
+
+    with mock.patch.object(dcp_reader, "find_names", find_names):
         yield
 
 
@@ -638,7 +723,9 @@ KINDS: dict[str, Mutate] = {
     "shared: sub-group": sub_groups,
     "shared: order of a flat group": partitions,
     "reader: places in buckets": bucket_places,
+    "reader: names of optimizer states": optimizer_names,
     "shared: parts of experts": expert_parts,
+    "shared: ranks that hold experts": expert_holders,
     "layout: layers of experts": expert_layers,
     "shared: axis of tensor parallelism": cut_rules,
     "shared: name map": name_map,

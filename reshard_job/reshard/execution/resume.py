@@ -114,7 +114,7 @@ def do_units(
         units=len(done),
         damaged=len(earlier) - len(intact),
         num_units=len(plan.units),
-        num_bytes=sum(plan.units[unit].num_bytes for unit in done),
+        num_bytes=plan.units.count_bytes(done),
     )
     if resumed is not None:
         resumed(before)
@@ -160,7 +160,7 @@ def note_kept_work(folder: Path, plan: Plan, sharing: Sharing) -> Iterator[None]
 
 def _describe_kept_work(folder: Path, plan: Plan, sharing: Sharing) -> str:
     done = Journal(folder).done()
-    num_bytes = sum(plan.units[unit].num_bytes for unit in done if unit < len(plan.units))
+    num_bytes = plan.units.count_bytes(unit for unit in done if unit < len(plan.units))
     again = "with --resume" if sharing is Sharing.RESUMABLE else "for each worker"
     units = f"{len(done)} of {len(plan.units)} units ({format_bytes(num_bytes)})"
     return f"kept: {units} in {folder}; the same command {again} goes on with them, another one removes them"

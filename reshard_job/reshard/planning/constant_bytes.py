@@ -18,7 +18,7 @@ from typing import overload
 import numpy as np
 
 from reshard.errors import CorruptSourceError
-from reshard.storage.files import open_file
+from reshard.storage.files import Bytes, open_file
 from reshard.tensors.intervals import Int64Array
 
 _BLOCK_BYTES = 4 << 20
@@ -52,6 +52,24 @@ class BytesTemplate:
         """Compute the SHA-256 of ranges and gaps."""
         return _digest(self.gaps.astype("<i8").tobytes(), self.ranges)
 
+    def digest_with(self, text: bytes) -> bytes:
+        """Compute the digest that a template with the same gaps would have if this text stood in them."""
+        joined, gaps = self._joined
+        filled = joined.copy()
+        filled[gaps[:, None] + np.arange(len(text))] = np.frombuffer(text, dtype=np.uint8)
+        return hashlib.sha256(filled.data).digest()
+
+    @functools.cached_property
+    def _joined(self) -> tuple[Bytes, Int64Array]:
+        """Return the bytes that `digest` is computed of, and the positions of the gaps among them."""
+        joined, moved = bytearray(self.gaps.astype("<i8").tobytes()), self.gaps.copy()
+        for position, content in self.ranges:
+            head = _encode_head(position, content)
+            inside = (self.gaps >= position) & (self.gaps < position + len(content))
+            moved[inside] += len(joined) + len(head) - position
+            joined += head + content
+        return np.frombuffer(joined, dtype=np.uint8), moved
+
     def fill(self, text: bytes) -> tuple[FixedRange, ...]:
         """Return the ranges with a text in all gaps.
 
@@ -71,13 +89,20 @@ class BytesTemplate:
 
 
 class FilledTemplate(Sequence[FixedRange]):
-    """The ranges of a template with a text in its gaps; they are made anew on every access."""
+    """The ranges of a template with a text in its gaps; they are made anew on every access.
 
-    __slots__ = ("template", "text")
+    Args:
+        template: the template.
+        text: for the gaps.
+        is_own: `identity_bytes` digests the ranges with their own text, instead of the text that the template holds.
+    """
 
-    def __init__(self, template: BytesTemplate, text: bytes) -> None:
+    __slots__ = ("is_own", "template", "text")
+
+    def __init__(self, template: BytesTemplate, text: bytes, *, is_own: bool = False) -> None:
         self.template = template
         self.text = text
+        self.is_own = is_own
 
     @overload
     def __getitem__(self, at: int) -> FixedRange: ...
@@ -167,8 +192,12 @@ class CarriedRanges(Sequence[FixedRange]):
 def _digest(head: bytes, ranges: Sequence[FixedRange]) -> bytes:
     sha256 = hashlib.sha256(head)
     for position, content in ranges:
-        sha256.update(position.to_bytes(8, "little") + len(content).to_bytes(8, "little") + content)
+        sha256.update(_encode_head(position, content) + content)
     return sha256.digest()
+
+
+def _encode_head(position: int, content: bytes) -> bytes:
+    return position.to_bytes(8, "little") + len(content).to_bytes(8, "little")
 
 
 def identity_bytes(fixed: Sequence[FixedRange]) -> Iterator[bytes]:
@@ -180,7 +209,7 @@ def identity_bytes(fixed: Sequence[FixedRange]) -> Iterator[bytes]:
         yield fixed.identity_bytes()
         return
     if isinstance(fixed, FilledTemplate):
-        yield fixed.template.digest + fixed.text
+        yield (fixed.template.digest_with(fixed.text) if fixed.is_own else fixed.template.digest) + fixed.text
         return
     for position, content in fixed:
         yield position.to_bytes(8, "little") + content

@@ -14,10 +14,10 @@ from reshard.errors import PlanError
 from reshard.planning.averages import Average, describe_averages, find_averages
 from reshard.planning.constant_bytes import identity_bytes
 from reshard.planning.replicas import copies_to_compare
+from reshard.planning.units import Units
 from reshard.storage.object_store import RemotePath
 from reshard.system.limits import DEFAULT_MEMORY_BYTES
 from reshard.tensors.cast import can_cast
-from reshard.tensors.geometry import Box, tiles
 from reshard.tensors.intervals import Int64Array
 from reshard.tensors.layout import Index, LogicalTensor, TargetLayout, TensorKey
 from reshard.tensors.shard_table import ShardTable
@@ -36,19 +36,6 @@ _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 _BUFFERS_PER_THREAD = 4  # the tile, a box that is being read, a slice that is being written, and the digest's memory
 _LARGEST_TILE_BYTES = 8 << 20
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Unit:
-    """Work that one worker claims at a time.
-
-    Attributes:
-        boxes: (position in `Index.tensors`, box of that tensor) of all boxes to move.
-        num_bytes: bytes of the source elements in the boxes.
-    """
-
-    boxes: tuple[tuple[int, Box], ...]
-    num_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,23 +132,11 @@ class Plan:
         return isinstance(self.index.root, RemotePath)
 
     @functools.cached_property
-    def units(self) -> tuple[Unit, ...]:
+    def units(self) -> Units:
         """Cut all needed tensors into units, in the order of the source's files."""
-        units: list[Unit] = []
-        boxes: list[tuple[int, Box]] = []
-        held = 0
-        for number in self.needed:
-            tensor = self.index.tensors[number]
-            for box in tiles(tensor.shape, self.unit_bytes // tensor.item_bytes):
-                num_bytes = box.num_elements * tensor.item_bytes
-                if boxes and held + num_bytes > self.unit_bytes:
-                    units.append(Unit(tuple(boxes), held))
-                    boxes, held = [], 0
-                boxes.append((number, box))
-                held += num_bytes
-        if boxes:
-            units.append(Unit(tuple(boxes), held))
-        return tuple(units)
+        tensors = self.index.tensors
+        needed = [(number, tensors[number].shape, tensors[number].item_bytes) for number in self.needed]
+        return Units(needed, self.unit_bytes)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -125,26 +125,62 @@ def _cut(
 
 
 def tiles(shape: Sequence[int], max_elements: int) -> Iterator[Box]:
-    """Cut a tensor into boxes of at most `max_elements` consecutive elements, in row-major order.
+    """Cut a tensor into boxes, see `Tiling`."""
+    tiling = Tiling.cut(shape, max_elements)
+    return map(tiling.box, range(len(tiling)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiling:
+    """A tensor in boxes of at most so many consecutive elements, in row-major order; each is made when it is asked for.
 
     Only the first dims are cut, so that a row-major shard holds its share of a tile in one range of its file.
+
+    Attributes:
+        shape: of the tensor, [ndim].
+        dim: last dim that is cut; -1 if one box holds the tensor.
+        rows: of that dim in a box; the last box of every row of the dims before can have fewer.
     """
-    dim, inner = 0, math.prod(shape)
-    while dim < len(shape) and inner > max_elements:
-        inner //= shape[dim]
-        dim += 1
-    if dim == 0:
-        yield whole(shape)
-        return
-    dim -= 1  # one row of this dim fits into a tile, the whole dim does not
-    rows = max(1, max_elements // max(1, inner))
-    outer = math.prod(shape[:dim])
-    for index in range(outer):
-        prefix = _unravel(index, shape[:dim])
-        for first in range(0, shape[dim], rows):
-            count = min(rows, shape[dim] - first)
-            rest = len(shape) - dim - 1
-            yield Box((*prefix, first, *(0,) * rest), (*(1,) * dim, count, *shape[dim + 1 :]))
+
+    shape: tuple[int, ...]
+    dim: int
+    rows: int
+
+    @classmethod
+    def cut(cls, shape: Sequence[int], max_elements: int) -> Tiling:
+        """Cut a tensor into boxes of at most `max_elements`."""
+        dim, inner = 0, math.prod(shape)
+        while dim < len(shape) and inner > max_elements:
+            inner //= shape[dim]
+            dim += 1
+        # one row of the dim before fits into a tile, the whole dim does not
+        return cls(tuple(shape), dim - 1, max(1, max_elements // max(1, inner)))
+
+    def __len__(self) -> int:
+        return math.prod(self.shape[: self.dim]) * self._num_steps if self.dim >= 0 else 1
+
+    def box(self, number: int) -> Box:
+        """Return the box with a number, from 0."""
+        if self.dim < 0:
+            return whole(self.shape)
+        index, step = divmod(number, self._num_steps)
+        first, rest = step * self.rows, self.shape[self.dim + 1 :]
+        count = min(self.rows, self.shape[self.dim] - first)
+        prefix = _unravel(index, self.shape[: self.dim])
+        return Box((*prefix, first, *(0,) * len(rest)), (*(1,) * self.dim, count, *rest))
+
+    def list_sizes(self) -> list[int]:
+        """Return the number of elements of each box, [boxes]."""
+        if self.dim < 0:
+            return [math.prod(self.shape)]
+        row, num_rows = math.prod(self.shape[self.dim + 1 :]), self.shape[self.dim]
+        last = num_rows - (self._num_steps - 1) * self.rows
+        return ([self.rows * row] * (self._num_steps - 1) + [last * row]) * math.prod(self.shape[: self.dim])
+
+    @property
+    def _num_steps(self) -> int:
+        """Return the number of boxes along `dim`."""
+        return -(-self.shape[self.dim] // self.rows)
 
 
 def _unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ import numpy as np
 
 from reshard.errors import ReshardError, VerificationError
 from reshard.storage.object_store import RemotePath
-from reshard.witness import dcp, deepspeed, safetensors, universal
 from reshard.witness.archives import Kept, keeping_small_objects
 from reshard.witness.cover import count_places, find_byte_problems, find_cover_problems
 from reshard.witness.matching import Match, Pair, Wanted, match
@@ -227,13 +226,22 @@ def _read(name: str, root: Path, model: Mapping[str, Any], info: Any, *, is_targ
     Raises:
         NotWitnessedError: no stranger knows the format, or the stranger does not know the form.
     """
+    # Imports take a large part of a small conversion's time: only the strangers that are asked are loaded.
     if name == "deepspeed":
+        from reshard.witness import deepspeed
+
         return deepspeed.read(root, info=info, pipeline=model.get("pipeline"), is_target=is_target)
     if name == "universal":
+        from reshard.witness import universal
+
         return universal.read(root, info=info, is_target=is_target)
     if name in ("dcp", "megatron"):
+        from reshard.witness import dcp
+
         return dcp.read(root, is_megatron=name == "megatron", is_target=is_target)
     if name == "safetensors":
+        from reshard.witness import safetensors
+
         return safetensors.read(root, is_target=is_target)
     raise NotWitnessedError(f"no stranger knows the format {name}")
 

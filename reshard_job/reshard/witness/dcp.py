@@ -27,6 +27,8 @@ _MEGATRON_REST = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _MEGATRON_BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+(?:\.|$))(.+)")
 _MEGATRON_FILES = ("metadata.json", "common.pt")
+_OPTIONS = ("param_groups", "param_to_group_meta")
+_MOST_MODULES = 3
 _STATES = {"fp32_param": "fp32", "param": "fp32"}
 
 
@@ -207,8 +209,9 @@ def _megatron_keys(entries: Mapping[str, _Entry]) -> Iterator[tuple[str, Key]]:
 
 def _find_keys(entries: Mapping[str, _Entry], paths: Mapping[str, Any]) -> dict[str, Key]:
     """Tell weights from optimizer states by name: `PREFIX.state.NAME.STATE` is a state of the weight `MODEL.NAME`."""
-    groups = [name for name in paths if "param_groups" in name.split(".")]
-    prefixes = {name[: name.index("param_groups")] for name in groups}
+    marks = [(name, mark) for name in paths for mark in _OPTIONS if mark in name.split(".")]
+    prefixes = {name[: name.index(mark)] for name, mark in marks}
+    wrapped = any(mark == _OPTIONS[1] for _, mark in marks)
     if len(prefixes) > 1:
         raise NotWitnessedError("several optimizers")
     prefix = next(iter(prefixes), None)
@@ -218,10 +221,17 @@ def _find_keys(entries: Mapping[str, _Entry], paths: Mapping[str, Any]) -> dict[
     containers: dict[tuple[Any, ...], dict[str, str]] = {}
     for name in entries:
         path = tuple(paths.get(name) or (name,))
-        if name not in inside and (prefix is None or not name.startswith(f"{prefix}param_groups")):
+        if name not in inside and (prefix is None or not name.startswith(tuple(prefix + mark for mark in _OPTIONS))):
             weight = ".".join(part for part in str(path[-1]).split(".") if part != "_orig_mod")
             containers.setdefault(path[:-1], {})[weight] = name
-    fitting = {path: own for path, own in containers.items() if all(_split(rest, own) for rest in inside.values())}
+    fitting: dict[tuple[Any, ...], dict[str, str]] = {}
+    for count in range(_MOST_MODULES + 1 if wrapped else 1):  # modules that only the optimizer goes through
+        outer = f"state.{'module.' * count}"
+        shorter = {name: rest.replace(outer, "state.", 1) for name, rest in inside.items()}
+        fitting = {path: own for path, own in containers.items() if all(_split(rest, own) for rest in shorter.values())}
+        if fitting:
+            inside = shorter
+            break
     named = {path: own for path, own in fitting.items() if path and path[-1] == "model"}
     chosen = named if len(fitting) > 1 else fitting
     if len(chosen) != 1:

@@ -94,8 +94,6 @@ class _Stranger:
 
     def read(self) -> Table:
         """Return the table of all tensors."""
-        if self._stage == 3 and any(self._models[0, 0].find(key) for key in ("ds_autoep_layers", "autoep_layers")):
-            raise NotWitnessedError("AutoEP's experts at ZeRO-3, which each part of the ranks partitions among its own")
         if self._stage and any(file.find("param_shapes") is None for file in self._models.values()):
             self._table.unknown[OPTIMIZER] = "older model files do not name the parameters of the optimizer"
         if self._layers:
@@ -177,8 +175,7 @@ class _Stranger:
         Raises:
             ValueError: a file of a target has the number of another layer, or of another stage.
         """
-        layers = self._models[0, 0].find("ds_autoep_layers") or self._models[0, 0].find("autoep_layers") or ()
-        counts = {entry["expert_key_prefix"]: int(entry["num_experts"]) for entry in layers}
+        counts = self._count_stacked()
         copies: Counter[tuple[int, int]] = Counter()
         for (layer, expert, mp), file in self._experts.items():
             copies[layer, expert] += 1
@@ -195,6 +192,11 @@ class _Stranger:
                     shape, strides = (1, *stored.shape), (0, *stored.stride)
                     shard = _shard(file, stored)._replace(shape=shape, strides=strides)
                     self._add_slice(Key("weight", stack), count, expert, shard, copies[layer, expert] - 1)
+
+    def _count_stacked(self) -> dict[str, int]:
+        """Return the number of experts in each layer of AutoEP, by the prefix of its parameters."""
+        layers = self._models[0, 0].find("ds_autoep_layers") or self._models[0, 0].find("autoep_layers") or ()
+        return {entry["expert_key_prefix"]: int(entry["num_experts"]) for entry in layers}
 
     def _find_prefix(self, mp: int, layer: int, expert: int) -> str:
         """Return how names in the file of an expert begin: a rank counts its layers in the order of the module."""
@@ -346,7 +348,7 @@ class _Stranger:
     def _add_partitions(self) -> None:
         """Add the flat groups of ZeRO-1 and 2: parameters one behind the other, cut into a partition for each rank."""
         copies: dict[Key, dict[int, dict[int, Shard]]] = {}
-        stacks = {entry["expert_key_prefix"] for entry in self._models[0, 0].find("ds_autoep_layers") or ()}
+        stacks = self._count_stacked()
         for mp in range(self._tp * self._pp):
             stage, tp = divmod(mp, self._tp)
             for at, shapes in enumerate(self._models[mp, 0].find("param_shapes") or ()):
@@ -435,25 +437,40 @@ class _Stranger:
     def _add_slots(self) -> None:
         """Add the sub-groups of ZeRO-3: each parameter has a slot of the same size in each rank's buffer."""
         shards: dict[Key, list[Shard]] = {}
+        states = {rank: self._states(rank) for rank in self._optimizers}
+        stacks = self._count_stacked()
+        every = [(tp, dp) for dp in range(self._dp) for tp in range(self._tp)]
         for mp in range(self._tp):
-            files = [self._optimizers[mp, dp] for dp in range(self._dp)]
-            states = [self._states((mp, dp)) for dp in range(self._dp)]
             for at, shapes in enumerate(self._models[mp, 0].find("param_shapes") or ()):
-                for state in states[0][at]:
-                    parts = [own[at][state] for own in states]
-                    slot = 0
-                    shared = Parts([file.storage_of(part) for file, part in zip(files, parts, strict=True)])
-                    for name, size in shapes.items():
-                        shape = tuple(size)
-                        count = math.prod(shape)
-                        chunk = -(-count // self._dp)
-                        holder = Slots(shared, slot, max(1, chunk), count)
-                        shards.setdefault(Key(state, name), []).append(
-                            Shard(shape, holder, 0, row_major(shape), shared.storages[0].dtype)
-                        )
-                        slot += chunk
-        for key, own in shards.items():
-            self._put(*key, [own])
+                if not any(name.rpartition(".")[0] in stacks for name in shapes):
+                    own = {rank: found[at] for rank, found in states.items() if rank[0] == mp}
+                    for key, shard in self._slots(own, shapes):
+                        shards.setdefault(key, []).append(shard)
+                    continue
+                name, (held, *_) = next(iter(shapes.items()))  # every `ep`-th rank of all holds the same experts
+                ep = stacks[name.rpartition(".")[0]] // held
+                for part in range(0 if mp else ep):
+                    for key, shard in self._slots({rank: states[rank][at] for rank in every[part::ep]}, shapes):
+                        self._add_slice(key, held * ep, part * held, shard)
+        for key, whole in shards.items():
+            self._put(*key, [whole])
+
+    def _slots(
+        self, states: Mapping[Rank, Mapping[str, Any]], shapes: Mapping[str, Any]
+    ) -> Iterator[tuple[Key, Shard]]:
+        """Yield the slots of a sub-group, which some ranks share; `states` are theirs."""
+        files = [self._optimizers[rank] for rank in states]
+        for state in next(iter(states.values())):
+            parts = [own[state] for own in states.values()]
+            slot = 0
+            shared = Parts([file.storage_of(part) for file, part in zip(files, parts, strict=True)])
+            for name, size in shapes.items():
+                shape = tuple(size)
+                count = math.prod(shape)
+                chunk = -(-count // len(files))
+                holder = Slots(shared, slot, max(1, chunk), count)
+                yield Key(state, name), Shard(shape, holder, 0, row_major(shape), shared.storages[0].dtype)
+                slot += chunk
 
 
 def _is_flat(value: Any) -> bool:

@@ -15,6 +15,7 @@ from reshard.contract import (
     CommitRef,
     ExitCode,
     ReshardReport,
+    sentence,
 )
 
 REF = CommitRef(uri="/c/a1/step-00000020", step=20, samples=640, attempt=1, topology={"tp": 2, "dp": 3}, num_bytes=7)
@@ -76,6 +77,11 @@ def test_every_error_class_has_an_exit_code_and_failures_never_look_like_success
 def test_an_error_prints_path_problems_and_hint() -> None:
     error = errors.CorruptSourceError("2 files are damaged", path="/c/a1", problems=["x", "y"], hint="use another")
     assert str(error) == "/c/a1: 2 files are damaged\n  - x\n  - y\nhint: use another"
+
+
+def test_an_error_in_one_line_keeps_its_hint_apart() -> None:
+    error = errors.CorruptSourceError("is damaged", path="/c/a1", hint="use another")
+    assert sentence(str(error)) == "/c/a1: is damaged; hint: use another"
 
 
 def test_the_contract_needs_only_the_standard_library() -> None:

@@ -4,7 +4,10 @@ The user chooses the tree of a state dict: the model may be under `model`, under
 optimizer's part may be nested (`state`, name, `exp_avg`) or flattened (`state.<name>.exp_avg`). The class of an entry
 follows from the paths of all entries together. If that leaves two possibilities, the checkpoint is refused. Source
 of the forms: torch/distributed/checkpoint/state_dict.py (`get_model_state_dict`, `get_optimizer_state_dict`,
-`_flatten_optim_state_dict`) of torch 2.13 and torchtitan's `checkpoint.py`.
+`_flatten_optim_state_dict`) of torch 2.13, torchtitan's `checkpoint.py`, and megatron/core/optimizer/
+distrib_optimizer.py (`sharded_param_state_fsdp_dtensor`) and transformer/fsdp_dtensor_checkpoint.py of Megatron-Core
+0.16.1, whose optimizer names parameters with more wrappers (`module.`) than the model does, and has the options of
+gated layers only once for both halves.
 """
 
 from __future__ import annotations
@@ -19,6 +22,12 @@ from reshard.tensors.layout import TensorKey
 
 _STATE = "state"
 _GROUPS = "param_groups"
+_OPTIONS_BY_PARAMETER = "param_to_group_meta"
+"""Key of the options of each parameter, which Megatron-FSDP saves in place of `param_groups`."""
+_WRAPPER, _MOST_WRAPPERS = "module.", 3
+_HALVES = ("_w", "_v")
+"""Ends of the names of both halves of a gated layer, gate and up."""
+_HEADS = (_STATE, _GROUPS, _OPTIONS_BY_PARAMETER)
 _MODEL = "model"
 _COMPILED = "_orig_mod"
 """Name that torch.compile inserts before a module's parameters; names of optimizer states do not have it."""
@@ -35,6 +44,7 @@ class Naming:
         values: optimizer states that are objects, not tensors.
         grouped: (group, option) of entries of listed groups; `params` is one of the options.
         named: (parameter, option) of entries of flattened groups.
+        halves: second half of a gated layer -> first half, to which `named` gives the options of both.
         groups: the one entry that holds all groups (torch before 2.4), or None.
         rest: entries that belong to neither model nor optimizer.
     """
@@ -47,6 +57,7 @@ class Naming:
     named: Mapping[str, tuple[str, str]]
     groups: str | None
     rest: tuple[str, ...]
+    halves: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def find_names(entries: Sequence[Entry], where: str) -> Naming:
@@ -67,10 +78,10 @@ def find_names(entries: Sequence[Entry], where: str) -> Naming:
     outside: list[Entry] = []
     for entry in entries:
         (inside if optimizer is not None and _is_optimizer_entry(entry, optimizer) else outside).append(entry)
-    paths = [(entry, _split_tail(entry, optimizer)) for entry in inside] if optimizer is not None else []
-    model = _find_model(outside, [tail for _, tail in paths if tail[0] == _STATE], where)
+    tails = [] if optimizer is None else [_split_tail(entry, optimizer) for entry in inside]
+    model, wrappers = _find_model_and_wrappers(outside, tails, where)
     weights = {_find_leaf_name(entry, model) for entry in outside if entry.is_tensor and _is_inside(entry, model)}
-    return _classify_entries(entries, _Containers(model, optimizer, frozenset(weights)), where)
+    return _classify_entries(entries, _Containers(model, optimizer, frozenset(weights), wrappers), where)
 
 
 def find_weights(entries: Sequence[Entry], where: str) -> tuple[Naming, list[Entry]]:
@@ -92,42 +103,74 @@ class _Containers:
     model: StatePath
     optimizer: StatePath | None
     weights: frozenset[str]
+    wrappers: int | None = None
+
+
+def _find_model_and_wrappers(
+    entries: Sequence[Entry], tails: Sequence[tuple[str, ...]], where: str
+) -> tuple[StatePath, int | None]:
+    """Find the container of the weights, and how many wrappers more Megatron-FSDP's optimizer has in names; else None.
+
+    Raises:
+        UnsupportedError: there is no such container, or there are several.
+    """
+    states = [tail for tail in tails if tail[0] == _STATE]
+    if not any(tail[0] == _OPTIONS_BY_PARAMETER for tail in tails):
+        return _find_model(entries, states, where), None
+    weights = {_strip_compiled(str(entry.path[-1])) for entry in entries if entry.is_tensor}
+    problems: list[tuple[int, UnsupportedError]] = []
+    for count in range(_MOST_WRAPPERS + 1):
+        tails = [_unwrap(tail, count) for tail in states]
+        try:
+            return _find_model(entries, tails, where), count
+        except UnsupportedError as error:
+            problems.append((sum(tail[1] in weights for tail in tails), error))
+    raise max(problems, key=lambda problem: problem[0])[1]  # of the number that fits most states
+
+
+def _unwrap(tail: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """Return the tail with the name that the model has for the parameter, and `param_groups` for its options."""
+    head = _GROUPS if tail[0] == _OPTIONS_BY_PARAMETER else tail[0]
+    return (head, tail[1].removeprefix(_WRAPPER * count), *tail[2:])
 
 
 def _find_optimizers(entries: Sequence[Entry]) -> set[StatePath]:
-    """Find the containers that have `param_groups`; if no paths are recorded, each dot of a key may end a container."""
+    """Find the containers that have `param_groups` or options by parameter.
+
+    If no paths are recorded, each dot of a key may end a container.
+    """
     containers = set()
     for entry in entries:
         if len(entry.path) == 1:
             parts: StatePath = tuple(entry.key.split("."))
-            borders = range(len(parts)) if parts[0] != _GROUPS else range(1)
+            borders = range(len(parts)) if parts[0] not in _HEADS[1:] else range(1)
         else:
             parts, borders = entry.path, range(len(entry.path))
         for at in borders:
             name = str(parts[at])
-            if name == _GROUPS or name.startswith(_GROUPS + "."):
+            if name.partition(".")[0] in _HEADS[1:]:
                 containers.add(parts[:at])
                 break
     return containers
 
 
 def _is_optimizer_entry(entry: Entry, container: StatePath) -> bool:
-    """Return True if the entry is `param_groups` of the container, or below its `state` or `param_groups`."""
+    """Return True if the entry is `param_groups` of the container, or below that, its `state`, or its options."""
     prefix = _flat_prefix(container)
     rest = entry.key[len(prefix) :] if entry.key.startswith(prefix) else ""
-    return rest == _GROUPS or rest.startswith((_STATE + ".", _GROUPS + "."))
+    return rest == _GROUPS or rest.startswith(tuple(f"{head}." for head in _HEADS))
 
 
 def _split_tail(entry: Entry, container: StatePath | None) -> tuple[str, ...]:
     """Split the path of an optimizer's entry, without its container.
 
     Returns:
-        `state` or `param_groups`, and the rest: one string if it is flattened, else one for each level.
+        `state`, `param_groups` or `param_to_group_meta`, and the rest: one string if flattened, else one per level.
     """
     assert container is not None
     if len(entry.path) > 1 and entry.path[: len(container)] == container:
         parts = [str(part) for part in entry.path[len(container) :]]
-        if parts[0] in (_STATE, _GROUPS):
+        if parts[0] in _HEADS:
             return tuple(parts)
         head, _, rest = parts[0].partition(".")
         return (head, ".".join((rest, *parts[1:])))
@@ -237,13 +280,14 @@ def _classify_entries(entries: Sequence[Entry], parts: _Containers, where: str) 
     for entry in entries:
         if parts.optimizer is not None and _is_optimizer_entry(entry, parts.optimizer):
             tail = _split_tail(entry, parts.optimizer)
+            tail = _unwrap(tail, parts.wrappers) if parts.wrappers is not None and len(tail) > 1 else tail
             if tail in ((_GROUPS,), (_GROUPS, "")):
                 whole = entry.key
                 continue
             if tail[0] == _GROUPS and (at := _parse_listed_option(tail)) is not None:
                 grouped[entry.key] = at
                 continue
-            splits = _find_splits(tail, parts.weights)
+            splits = _find_splits(tail, parts)
             if len(splits) != 1:
                 problems.append(_explain(entry.key, splits))
             elif tail[0] == _GROUPS:
@@ -271,6 +315,11 @@ def _classify_entries(entries: Sequence[Entry], parts: _Containers, where: str) 
         named=named,
         groups=whole,
         rest=tuple(rest),
+        halves={
+            name.removesuffix(_HALVES[0]) + _HALVES[1]: name
+            for name in {name for name, _ in named.values()}
+            if parts.wrappers is not None and _has_halves(name.removesuffix(_HALVES[0]), parts.weights)
+        },
     )
 
 
@@ -281,11 +330,20 @@ def _parse_listed_option(tail: tuple[str, ...]) -> tuple[int, str] | None:
     return None
 
 
-def _find_splits(tail: tuple[str, ...], weights: frozenset[str]) -> list[tuple[str, str]]:
+def _find_splits(tail: tuple[str, ...], parts: _Containers) -> list[tuple[str, str]]:
     """Find all ways to read an optimizer's entry as (weight, state or option)."""
     if len(tail) > 2:
-        return [(tail[1], ".".join(tail[2:]))] if tail[1] in weights else []
-    return [(name, tail[1][len(name) + 1 :]) for name in _list_prefixes(tail[1]) if name in weights]
+        readings = [(tail[1], ".".join(tail[2:]))]
+    else:
+        readings = [(name, tail[1][len(name) + 1 :]) for name in _list_prefixes(tail[1])]
+    if parts.wrappers is not None and tail[0] == _GROUPS:
+        readings = [(name + _HALVES[0] if _has_halves(name, parts.weights) else name, what) for name, what in readings]
+    return [(name, what) for name, what in readings if name in parts.weights]
+
+
+def _has_halves(name: str, weights: frozenset[str]) -> bool:
+    """Return True if the parameter is that of a gated layer, of which the halves are weights of their own."""
+    return name not in weights and all(name + half in weights for half in _HALVES)
 
 
 def _explain(key: str, splits: list[tuple[str, str]]) -> str:

@@ -153,6 +153,12 @@ def _read_groups(
             listed[naming.grouped[entry.key]] = values[entry.key]
         else:
             named[naming.named[entry.key]] = values[entry.key]
+    named |= {
+        (second, option): value
+        for second, first in naming.halves.items()
+        for (name, option), value in list(named.items())
+        if name == first
+    }
     return find_groups(listed, named, scalars, str(items.folder))
 
 

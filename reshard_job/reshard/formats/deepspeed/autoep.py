@@ -81,6 +81,11 @@ def find_part(topology: Topology, dp: int, tp: int) -> tuple[int, int]:
     return rank % topology.ep, rank // topology.ep
 
 
+def list_holders(topology: Topology, part: int) -> range:
+    """Return the ranks `dp * topology.tp + tp` that hold a part of the experts; ZeRO-3 partitions it over them."""
+    return range(part, topology.dp * topology.tp, topology.ep)
+
+
 def list_writers(topology: Topology, part: int) -> dict[int, int]:
     """Return the tensor-parallel ranks that save the experts of a part, each with its first data-parallel rank."""
     writers: dict[int, int] = {}
@@ -194,26 +199,31 @@ def convert_layers(
 
 
 def make_partition_groups(
-    groups: Sequence[Sequence[str]], stacked: Iterable[str], topology: Topology, rank: int
+    groups: Sequence[Sequence[str]], stacked: Iterable[str], topology: Topology, dp: int, tp: int
 ) -> list[dict[str, Any]]:
     """Make `ds_zero_partition_groups`, which says over which ranks each sub-group of ZeRO-3 is partitioned.
+
+    Experts are partitioned over all ranks that hold the same part of them, other parameters over the data-parallel
+    ranks of one tensor-parallel rank.
 
     Args:
         groups: names of the parameters of each sub-group.
         stacked: names of the stacks of experts.
         topology: of the files.
-        rank: data-parallel rank that saves it.
+        dp: data-parallel rank that saves it.
+        tp: tensor-parallel rank that saves it.
     """
     stacks, made = {*stacked}, []
+    part, own = find_part(topology, dp, tp)
     for at, names in enumerate(groups):
         is_expert = bool(names) and names[0] in stacks
-        ep = topology.ep if is_expert else 1
+        ranks = list_holders(topology, part) if is_expert else range(tp, topology.dp * topology.tp, topology.tp)
         made.append(
             {
                 "sub_group": at,
-                "partition_count": topology.dp // ep,
-                "partition_rank": rank // ep,
-                "partition_ranks": list(range(rank % ep, topology.dp, ep)),
+                "partition_count": len(ranks),
+                "partition_rank": own if is_expert else dp,
+                "partition_ranks": list(ranks),
                 "families": ["autoep_expert" if is_expert else "replicated"],
                 "group_names": [f"ep_size_{topology.ep}" if is_expert else "replicated"],
             }

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 
 _START_ALIGNMENT = 2
 """`nccl_start_alignment_factor` of stage_1_and_2.py: a group is padded to this many elements times dp."""
+
+Range = tuple[int, int, int]
+"""First element, first element behind the range, and number of the parameter."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +34,11 @@ class Span:
     offset: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FlatGroup:
     """One parameter group of ZeRO-1/2, flattened, padded and cut into `dp` equal partitions.
+
+    All ranks that share the group's partitions can share one object, which computes the positions once.
 
     Attributes:
         num_elements: `[num_params]`, elements of each parameter's shard, in buffer order.
@@ -44,7 +52,7 @@ class FlatGroup:
     param_alignment: int = 1
     start_alignment: int = _START_ALIGNMENT
 
-    @property
+    @functools.cached_property
     def param_paddings(self) -> tuple[int, ...]:
         """Return `[num_params]`, the elements between the end of a parameter and the start of the next one."""
         paddings: list[int] = []
@@ -56,7 +64,7 @@ class FlatGroup:
             end += padding
         return tuple(paddings)
 
-    @property
+    @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
         """Return `[num_params]`, the first element of each parameter in the whole buffer."""
         offsets: list[int] = []
@@ -66,12 +74,12 @@ class FlatGroup:
             end += count + padding
         return tuple(offsets)
 
-    @property
+    @functools.cached_property
     def used(self) -> int:
         """Return the number of elements before the padding at the end."""
         return sum(self.num_elements) + sum(self.param_paddings)
 
-    @property
+    @functools.cached_property
     def partition(self) -> int:
         """Return the number of elements of each partition."""
         unit = self.start_alignment * self.dp
@@ -84,19 +92,40 @@ class FlatGroup:
     def gaps(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return the padding of a rank's partition, after parameters and at the end, as (position, elements)."""
         low, high = rank * self.partition, (rank + 1) * self.partition
-        ends = [start + count for start, count in zip(self.offsets, self.num_elements, strict=True)]
-        padded = [*zip(ends, self.param_paddings, strict=True), (self.used, self.partition * self.dp - self.used)]
-        cut = [(max(start, low), min(start + count, high)) for start, count in padded]
-        return tuple((start - low, stop - start) for start, stop in cut if start < stop)
+        cut = [(max(start, low), min(stop, high)) for start, stop, _ in _select(self._padding_ranges, low, high)]
+        return tuple((start - low, stop - start) for start, stop in cut)
 
     def spans(self, rank: int) -> tuple[Span, ...]:
         """Return the spans of parameters in a rank's partition, in order."""
         low, high = rank * self.partition, (rank + 1) * self.partition
-        return tuple(
-            Span(index=index, start=max(low - start, 0), stop=min(high - start, count), offset=max(start - low, 0))
-            for index, (start, count) in enumerate(zip(self.offsets, self.num_elements, strict=True))
-            if start < high and start + count > low and count
+        spans = (
+            Span(index=index, start=max(low - start, 0), stop=min(high, stop) - start, offset=max(start - low, 0))
+            for start, stop, index in _select(self._param_ranges, low, high)
         )
+        return tuple(sorted(spans, key=operator.attrgetter("index")))
+
+    @functools.cached_property
+    def _param_ranges(self) -> list[Range]:
+        """Return the elements of each parameter in the whole buffer."""
+        return _list_ranges(self.offsets, self.num_elements)
+
+    @functools.cached_property
+    def _padding_ranges(self) -> list[Range]:
+        """Return the padding after each parameter and at the end of the whole buffer."""
+        ends = [start + count for start, count in zip(self.offsets, self.num_elements, strict=True)]
+        return _list_ranges((*ends, self.used), (*self.param_paddings, self.partition * self.dp - self.used))
+
+
+def _list_ranges(starts: Iterable[int], counts: Iterable[int]) -> list[Range]:
+    """Return the ranges that have elements, in ascending order; they do not overlap."""
+    pairs = zip(starts, counts, strict=True)
+    return sorted((start, start + count, index) for index, (start, count) in enumerate(pairs) if count)
+
+
+def _select(ranges: list[Range], low: int, high: int) -> list[Range]:
+    """Return the ranges that have elements in `low:high`, without a look at the others."""
+    first = bisect.bisect_right(ranges, low, key=operator.itemgetter(1))
+    return ranges[first : bisect.bisect_left(ranges, high, key=operator.itemgetter(0))]
 
 
 def param_alignment(element_bytes: int, enabled: bool) -> int:

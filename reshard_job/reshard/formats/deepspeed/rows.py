@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard.errors import CorruptSourceError
@@ -35,6 +35,36 @@ class Place(NamedTuple):
     byte_offset: int
 
 
+class _Part(NamedTuple):
+    """The elements of a box of a shard that lie in one tensor.
+
+    Attributes:
+        is_padding: the tensor is the padding of a vocabulary.
+        inside: position of the first element behind the box's first element, in elements.
+        box: the elements in the tensor.
+    """
+
+    is_padding: bool
+    inside: int
+    box: Box
+
+
+class _Shard(NamedTuple):
+    """The shard of a parameter that a tensor-parallel rank holds.
+
+    Attributes:
+        param: the parameter.
+        shape: of the shard, [ndim].
+        strides: of the shard as a row-major array, [ndim].
+        pairs: the boxes of the parameter that the shard consists of.
+    """
+
+    param: Param
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    pairs: tuple[BoxPair, ...]
+
+
 class Rows:
     """Collects logical tensors and the rows of their shard table.
 
@@ -46,6 +76,7 @@ class Rows:
         self.tensors: list[LogicalTensor] = []
         self._ids: dict[TensorKey, int] = {}
         self._builder = ShardTableBuilder()
+        self._shards: dict[tuple[int, int, int], _Shard] = {}  # by identity of the parameter, which each keeps alive
 
     def build(self) -> ShardTable:
         """Build the shard table of all rows."""
@@ -53,18 +84,36 @@ class Rows:
 
     def add_flat(self, state: str, param: Param, place: Place, *, dtype: str, start: int, stop: int) -> None:
         """Add elements `start:stop` of a flattened shard, which lie at the place."""
-        shard = param.rule.shard_shape(param.name, param.shape, place.tp, place.rank)
-        strides = strides_of(shard)
-        for box, first in flat_interval_to_boxes(shard, start, stop):
-            at = place.byte_offset + (first - start) * ITEM_BYTES[dtype]
-            self._add_box(state, param, place._replace(byte_offset=at), dtype, box, strides)
+        self.add_span(
+            param, place, Span(index=0, start=start, stop=stop, offset=0), [(state, dtype, place.byte_offset)]
+        )
+
+    def add_span(self, param: Param, place: Place, span: Span, partitions: Iterable[tuple[str, str, int]]) -> None:
+        """Add a span of a flattened shard, which lies in several partitions of one file.
+
+        Args:
+            param: the parameter.
+            place: owner of the shard and the file; its position is ignored.
+            span: elements of the shard, and their position in each partition.
+            partitions: state, type and position in the file of each partition.
+        """
+        shard = self._shard(param, place)
+        strides = shard.strides
+        boxes = [
+            (part, first - span.start + span.offset)
+            for box, first in flat_interval_to_boxes(shard.shape, span.start, span.stop)
+            for part in _locate_box(shard, box, strides)
+        ]
+        for state, dtype, byte_offset in partitions:
+            for part, first in boxes:
+                self._add_part(state, param, place, dtype, part, byte_offset + first * ITEM_BYTES[dtype], strides)
 
     def add_shard(self, state: str, param: Param, place: Place, *, dtype: str, strides: Sequence[int]) -> None:
         """Add a whole shard, which lies at the place with `strides` in elements."""
-        shard = param.rule.shard_shape(param.name, param.shape, place.tp, place.rank)
-        box = Box((0,) * len(shard), shard)
-        if box.num_elements:
-            self._add_box(state, param, place, dtype, box, tuple(strides))
+        shard = self._shard(param, place)
+        box = Box((0,) * len(shard.shape), shard.shape)
+        for part in _locate_box(shard, box, tuple(strides)) if box.num_elements else ():
+            self._add_part(state, param, place, dtype, part, place.byte_offset, tuple(strides))
 
     def add_slots(
         self, state: str, param: Param, place: Place, ranges: Sequence[RankRange], *, dtype: str, offset: int, size: int
@@ -80,12 +129,12 @@ class Rows:
             offset: of the slot, in elements of the sub-group.
             size: of the slot.
         """
-        shard = param.rule.shard_shape(param.name, param.shape, place.tp, place.rank)
-        item_bytes, strides = ITEM_BYTES[dtype], strides_of(shard)
+        _, shard, strides, _ = own = self._shard(param, place)
+        item_bytes = ITEM_BYTES[dtype]
         ranges = (
             [ranks._replace(byte_offset=ranks.byte_offset + offset * item_bytes) for ranks in ranges] if size else []
         )
-        boxes = list(_split_box(param, place, Box((0,) * len(shard), shard)))
+        boxes = list(_split_box(own, Box((0,) * len(shard), shard)))
         if not all(_is_contiguous(local, strides) for _, local, _ in boxes):  # cut along several dims: box by box
             for ranks in ranges:
                 for rank in range(ranks.first, ranks.last):
@@ -117,31 +166,27 @@ class Rows:
                     replica=_number_replica(param, place),
                 )
 
-    def _add_box(  # noqa: PLR0917
-        self, state: str, param: Param, place: Place, dtype: str, box: Box, strides: tuple[int, ...]
-    ) -> None:
-        for is_padding, local, whole in _split_box(param, place, box):
-            tensor = self._tensor(state, param, is_padding, dtype)
-            inside = sum((at - low) * stride for at, low, stride in zip(local.offset, box.offset, strides, strict=True))
-            row = ShardRow(
-                tensor=-1 if tensor is None else tensor,
-                replica=_number_replica(param, place),
-                box=whole,
-                file=place.file,
-                byte_offset=place.byte_offset + inside * ITEM_BYTES[dtype],
-                strides=strides,
-            )
-            if tensor is None:
-                self._leave_out(row, ITEM_BYTES[dtype])
-                continue
-            self._builder.add(
-                tensor=tensor,
-                box=whole,
-                file=row.file,
-                byte_offset=row.byte_offset,
-                strides=strides,
-                replica=row.replica,
-            )
+    def _shard(self, param: Param, place: Place) -> _Shard:
+        """Return the shard of a rank, which is computed once for all of its spans and copies."""
+        key = id(param), place.tp, place.rank
+        if key not in self._shards:
+            shape = param.rule.shard_shape(param.name, param.shape, place.tp, place.rank)
+            pairs = param.rule.box_pairs(param.shape, place.tp, place.rank)
+            self._shards[key] = _Shard(param, shape, strides_of(shape), pairs)
+        return self._shards[key]
+
+    def _add_part(  # noqa: PLR0917
+        self, state: str, param: Param, place: Place, dtype: str, part: _Part, byte_offset: int,
+        strides: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        tensor = self._tensor(state, param, part.is_padding, dtype)
+        at, replica = byte_offset + part.inside * ITEM_BYTES[dtype], _number_replica(param, place)
+        if tensor is None:
+            self._leave_out(ShardRow(-1, replica, part.box, place.file, at, strides), ITEM_BYTES[dtype])
+            return
+        self._builder.add(
+            tensor=tensor, box=part.box, file=place.file, byte_offset=at, strides=strides, replica=replica
+        )
 
     def _leave_out(self, row: ShardRow, item_bytes: int) -> None:
         """Ignore a box that belongs to no tensor; a target overrides this."""
@@ -177,16 +222,24 @@ def _number_replica(param: Param, place: Place) -> int:
     return place.copy * place.tp + place.rank if param.rule.dim is None else place.copy
 
 
-def _split_box(param: Param, place: Place, box: Box) -> Iterator[tuple[bool, Box, Box]]:
+def _locate_box(shard: _Shard, box: Box, strides: tuple[int, ...]) -> Iterator[_Part]:
+    """Split a box of a shard as `_split_box` does, and yield where each part lies."""
+    for is_padding, local, whole in _split_box(shard, box):
+        inside = sum((at - low) * stride for at, low, stride in zip(local.offset, box.offset, strides, strict=True))
+        yield _Part(is_padding, inside, whole)
+
+
+def _split_box(shard: _Shard, box: Box) -> Iterator[tuple[bool, Box, Box]]:
     """Split a box of a shard at the borders of fused tensors and of the vocabulary's padding.
 
     Yields:
         Whether the box is padding, the box in the shard, and the box in the whole tensor.
     """
-    for pair in param.rule.box_pairs(param.shape, place.tp, place.rank):
+    rows = shard.param.rows
+    for pair in shard.pairs:
         common = box.intersect(Box(pair.local, pair.size))
-        for is_padding, local in _split_rows(common, pair, param.rows) if common is not None else ():
-            yield is_padding, local, _move_to_whole(local, pair, param.rows if is_padding else 0)
+        for is_padding, local in _split_rows(common, pair, rows) if common is not None else ():
+            yield is_padding, local, _move_to_whole(local, pair, rows if is_padding else 0)
 
 
 def _is_contiguous(box: Box, strides: Sequence[int]) -> bool:
@@ -220,6 +273,5 @@ def _split_rows(box: Box, pair: BoxPair, rows: int | None) -> list[tuple[bool, B
 
 def add_span(rows: Rows, param: Param, tensors: Mapping[str, Tensor], span: Span, place: Place) -> None:
     """Add a span of a parameter's shard for each of a rank's partitions; `place` has the file, without a position."""
-    for key, tensor in tensors.items():
-        at = tensor.file_offset + span.offset * ITEM_BYTES[tensor.dtype]
-        rows.add_flat(key, param, place._replace(byte_offset=at), dtype=tensor.dtype, start=span.start, stop=span.stop)
+    partitions = [(key, tensor.dtype, tensor.file_offset) for key, tensor in tensors.items()]
+    rows.add_span(param, place, span, partitions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,12 +88,13 @@ def check_scalars(source: DeepSpeedContents) -> None:
     """
     topology = source.topology
     problems: list[str] = []
+    read_first = functools.cache(functools.partial(read_group_states, source, dp=0))
     for (mp, dp), file in source.optimizers.items():
         first = mp - mp % topology.tp
         if (mp, dp) == (first, 0):
             continue
         reference = Path(source.optimizers[first, 0].path).name
-        pairs = zip(read_group_states(source, mp, dp), read_group_states(source, first, 0), strict=False)
+        pairs = zip(read_group_states(source, mp, dp), read_first(first), strict=False)
         for at, (own, expected) in enumerate(pairs):
             problems += [
                 f"{Path(file.path).name}: {key!r} of group {at} is not that of {reference}"

@@ -25,6 +25,8 @@ from reshard.formats.pt.writer import lay_out_pt
 from reshard.tensors.layout import TargetFile
 
 RESHARDABLE = "fully_reshardable"
+_WITHOUT_PREFIX = "chained_optim_avoid_prefix"
+"""Keys of states have no prefix that names the optimizer, if the run has several."""
 _OF_OPTIMIZER = ("optimizer", "opt_param_scheduler")
 _CODES = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
@@ -46,7 +48,7 @@ class Progress:
     optimizer: bool = True
 
 
-def build_common_file(folder: Path, progress: Progress, settings: Mapping[str, Any] | None = None) -> TargetFile:
+def build_common_file(folder: Path, progress: Progress, settings: Mapping[Any, Any] | None = None) -> TargetFile:
     """Build `common.pt` from that of `folder`; it is written anew because no checksum protects its archive.
 
     Args:
@@ -74,12 +76,15 @@ def build_common_file(folder: Path, progress: Progress, settings: Mapping[str, A
     return TargetFile(path=COMMON_FILE, num_bytes=layout.num_bytes, fixed=layout.fixed)
 
 
-def _make_reshardable(fields: dict[Any, Any], settings: Mapping[str, Any]) -> None:
+def _make_reshardable(fields: dict[Any, Any], settings: Mapping[Any, Any]) -> None:
     """Say that the optimizer's states are laid out like weights, and put its settings into the common part."""
-    fields["optimizer"] = {**settings, "param_state_sharding_type": RESHARDABLE}
+    kind = {"param_state_sharding_type": RESHARDABLE}
+    is_chain = all(isinstance(key, int) for key in settings)
+    fields["optimizer"] = {at: {**own, **kind} for at, own in settings.items()} if is_chain else {**settings, **kind}
     content = fields.get("content_metadata")
     if isinstance(content, dict):
         content["distrib_optim_sharding_type"] = RESHARDABLE
+        content[_WITHOUT_PREFIX] = True
 
 
 def add_common_object(folder: Path, entry: Entry, files: RankFiles, progress: Progress) -> Entry:

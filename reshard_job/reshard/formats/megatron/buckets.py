@@ -1,15 +1,17 @@
 """Find parameters in the buckets of the distributed optimizer, as `dp_reshardable` stores its states.
 
 A bucket is a flat tensor for each data-parallel group. It holds the group's parts of parameters one behind the other,
-in the reverse order of the module's parameters, each at a multiple of 64 elements. The files state no names, but every
-part is a chunk of its own or several, so its ends are ends of chunks. The orders below are those of GPTModel; one is
-taken only if all parts have the sizes and ends that it demands, and no other order does. What they cannot tell (two
-parts of equal size in each other's places) the run finds out: weights must be the rounded master weights.
+in the reverse order of the module's parameters, each at a multiple of 64 elements. A group has buckets of its own for
+each of its virtual pipeline stages (a buffer each), and, with expert parallelism, for experts, which have an optimizer
+and groups of their own. The files state no names, but every part is a chunk of its own or several, so its ends are ends
+of chunks. An order (`model_order`) is taken only if all parts have the sizes and ends that it demands, and no other
+order does. What they cannot tell (two parts of equal size in each other's places) the run finds out: weights must be
+the rounded master weights.
 
-Source: megatron/core/distributed/param_and_grad_buffer.py (`_ParamAndGradBuffer`), megatron/core/optimizer/
-distrib_optimizer.py (`sharded_param_state_dp_reshardable`) and __init__.py (`data_parallel_group_idx`),
-megatron/core/transformer/transformer_layer.py, attention.py and mlp.py of Megatron-Core 0.16.1; for fused norms
-transformer_engine/pytorch/module/layernorm_linear.py.
+Source: megatron/core/distributed/distributed_data_parallel.py and param_and_grad_buffer.py (`_ParamAndGradBuffer`),
+megatron/core/optimizer/distrib_optimizer.py (`sharded_param_state_dp_reshardable`), optimizer.py (`ChainedOptimizer`)
+and __init__.py (`get_megatron_optimizer`: `data_parallel_group_idx`), megatron/core/parallel_state.py (groups `tp-pp`
+and `tp-ep-pp`) of Megatron-Core 0.16.1.
 """
 
 from __future__ import annotations
@@ -24,37 +26,29 @@ from typing import NamedTuple
 from reshard.formats.dcp.metadata import Entry
 from reshard.formats.dcp.tables import FlatChunk, FlatPiece
 from reshard.formats.megatron.example import TensorLocation
+from reshard.formats.megatron.model_order import (
+    EMBEDDING,
+    OUTPUT,
+    SPLIT_ALONG_LAST,
+    Order,
+    OrderError,
+    Slot,
+    is_of_experts,
+    list_chunks,
+    list_orders,
+)
 from reshard.formats.megatron.names import STATES
 from reshard.tensors.geometry import Box, flat_interval_to_boxes, strides_of, whole
 from reshard.tensors.layout import LogicalTensor, TensorKey
 
 _BUCKET = re.compile(
-    r"optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)\.dtype_\([^()]*\)"
-    r"\.bucket_idx_(?P<bucket>\d+)\.(?P<state>[^.]+)"
+    r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)"
+    r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_(?P<dtype>\([^()]*\))\.bucket_idx_(?P<bucket>\d+)\.(?P<state>[^.]+)"
 )
-_LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<leaf>.+)")
 _ALIGNMENT = 64
-_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-_GATED = "mlp.linear_fc1."
-_FIRST = (_EMBEDDING, "embedding.position_embeddings.weight")
-_LAST = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias", _OUTPUT, "output_layer.bias")
-_NORM_1 = tuple(f"self_attention.linear_qkv.layer_norm_{kind}" for kind in ("weight", "bias"))
-_NORM_2 = tuple(f"mlp.linear_fc1.layer_norm_{kind}" for kind in ("weight", "bias"))
-
-
-def _leaves(*modules: str) -> tuple[str, ...]:
-    return tuple(f"{module}.{kind}" for module in modules for kind in ("weight", "bias"))
-
-
-_PROJECTION, _QKV = _leaves("self_attention.linear_proj"), _leaves("self_attention.linear_qkv")
-_HEAD_NORMS = _leaves("self_attention.q_layernorm", "self_attention.k_layernorm")
-_MLP = _leaves("mlp.linear_fc1", "mlp.linear_fc2")
-_REST = (*_QKV, *_HEAD_NORMS, *_NORM_2, *_MLP)
-_ORDERS: Mapping[str, tuple[str, ...]] = {
-    "norms of their own": (*_NORM_1, *_PROJECTION, *_REST),
-    "norms fused into linear layers": (*_PROJECTION, *_NORM_1, *_REST),
-}
-"""Orders of a layer's parameters, by their keys: `layer_norm_*` is a module in front, or inside of the next one."""
+_GATED = "linear_fc1."
+_DENSE, _EXPERTS = 0, 1
+"""Numbers of the optimizers; that of experts is a second one only if they are split over ranks."""
 
 
 class PlacingError(Exception):
@@ -101,44 +95,68 @@ class _Part(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """A part, and the bucket and element at which it begins."""
+    """A part, and the buffer, bucket and element at which it begins."""
 
-    group: int
+    buffer: tuple[int, int, int]
     bucket: int
     start: int
     part: _Part
 
 
-_Buckets = dict[int, list[dict[str, Entry]]]
-"""States of the buckets of each data-parallel group."""
+class _Degrees(NamedTuple):
+    """Degrees of parallelism of the run.
+
+    Attributes:
+        tp: of tensor parallelism.
+        pp: pipeline stages.
+        vp: virtual stages of each stage.
+        ep: of expert parallelism.
+        etp: of tensor parallelism of experts.
+        num_local: experts that a rank has of each layer; 0 without experts.
+    """
+
+    tp: int
+    pp: int
+    vp: int
+    ep: int
+    etp: int
+    num_local: int
 
 
-def place_states(entries: Iterable[Entry], weights: Mapping[str, TensorLocation]) -> BucketStates:
+_Buffer = list[dict[str, Entry]]
+"""States of the buckets of a buffer."""
+_Buffers = dict[tuple[int, int], list[_Buffer]]
+"""Buffers of each optimizer and data-parallel group."""
+
+
+def place_states(
+    entries: Iterable[Entry], weights: Mapping[str, TensorLocation], *, has_sequential_experts: bool = False
+) -> BucketStates:
     """Find every parameter's states in the buckets.
 
     Args:
         entries: tensors of the optimizer's buckets.
         weights: location of the weight of every name.
+        has_sequential_experts: the checkpoint says that its experts are not grouped (`moe_grouped_gemm`).
 
     Raises:
         PlacingError: the files do not tell which parameter is where.
     """
-    buckets = _collect(entries)
-    counts = weights[_EMBEDDING].counts if _EMBEDDING in weights else (0,)
-    tp = counts[0]
-    if tp < 1 or len(buckets) % tp or math.prod(counts) != tp:
-        raise PlacingError(f"{_EMBEDDING} has {math.prod(counts)} parts, and there are {len(buckets)} groups of ranks")
+    buffers = _collect(entries)
+    degrees = _find_degrees(buffers, weights)
+    if degrees.num_local == 1 and not has_sequential_experts:
+        raise PlacingError("experts may be transposed: each rank has one, and args.moe_grouped_gemm is not False")
     fitting: dict[str, list[_Placed]] = {}
-    for order, leaves in _ORDERS.items():
-        placed = _fit(buckets, weights, leaves, tp)
+    for order in list_orders(weights):
+        placed = _fit(buffers, weights, order, degrees)
         if placed is not None and placed not in fitting.values():
-            fitting[order] = placed
+            fitting[order.name] = placed
     if len(fitting) != 1:
         raise PlacingError(
             "parameters can be in several orders" if fitting else "no known order of parameters has these sizes"
         )
-    ((order, placed),) = fitting.items()
-    return _build(buckets, weights, placed, order)
+    ((name, placed),) = fitting.items()
+    return _build(buffers, weights, placed, name)
 
 
 def number_chunks(chunks: Iterable[FlatChunk], first: int) -> tuple[FlatChunk, ...]:
@@ -149,68 +167,140 @@ def number_chunks(chunks: Iterable[FlatChunk], first: int) -> tuple[FlatChunk, .
     )
 
 
-def _collect(entries: Iterable[Entry]) -> _Buckets:
-    found: dict[int, dict[int, dict[str, Entry]]] = {}
+def _collect(entries: Iterable[Entry]) -> _Buffers:
+    """Return the buffers of each optimizer and group, in order.
+
+    Raises:
+        PlacingError: keys of another kind, or a bucket, a state, a buffer or a group is missing.
+    """
+    found: dict[tuple[int, int], dict[int, dict[int, dict[str, Entry]]]] = {}
+    types: set[str] = set()
     for entry in entries:
         match = _BUCKET.fullmatch(entry.key)
-        if match is None or match["buffer"] != "0" or len(entry.shape or ()) != 1:
-            raise PlacingError("several buffers: experts, virtual stages, or parameters of several types")
-        found.setdefault(int(match["group"]), {}).setdefault(int(match["bucket"]), {})[match["state"]] = entry
-    if not found or sorted(found) != list(range(len(found))):
-        raise PlacingError(f"groups {sorted(found)}")
-    states = {frozenset(bucket) for group in found.values() for bucket in group.values()}
-    if any(sorted(group) != list(range(len(group))) for group in found.values()) or len(states) != 1:
+        if match is None or len(entry.shape or ()) != 1:
+            raise PlacingError(f"{entry.key} is not a known kind of bucket")
+        types.add(match["dtype"])
+        own = found.setdefault((int(match["optimizer"] or _DENSE), int(match["group"])), {})
+        own.setdefault(int(match["buffer"]), {}).setdefault(int(match["bucket"]), {})[match["state"]] = entry
+    if len(types) > 1:
+        raise PlacingError("several buffers of a stage: parameters of several types")
+    every = [buffer for own in found.values() for buffer in own.values()]
+    states = {frozenset(bucket) for buffer in every for bucket in buffer.values()}
+    numbers = [sorted(own) for own in found.values()] + [sorted(buffer) for buffer in every]
+    if any(own != list(range(len(own))) for own in numbers) or len(states) != 1:
         raise PlacingError("buckets or states are missing")
-    return {group: [found[group][at] for at in range(len(found[group]))] for group in sorted(found)}
+    return {
+        key: [[found[key][buffer][at] for at in range(len(found[key][buffer]))] for buffer in range(len(found[key]))]
+        for key in sorted(found)
+    }
+
+
+def _find_degrees(buffers: _Buffers, weights: Mapping[str, TensorLocation]) -> _Degrees:
+    """Find the degrees of parallelism from the numbers of groups, buffers and chunks.
+
+    Raises:
+        PlacingError: these numbers are not those of a GPTModel.
+    """
+    groups = [[group for optimizer, group in buffers if optimizer == number] for number in (_DENSE, _EXPERTS)]
+    if any(own != list(range(len(own))) for own in groups) or sum(map(len, groups)) != len(buffers):
+        raise PlacingError(f"optimizers and groups of ranks {list(buffers)}")
+    dense, of_experts = map(len, groups)
+    counts = weights[EMBEDDING].counts if EMBEDDING in weights else (0,)
+    tp = counts[0]
+    if tp < 1 or not dense or dense % tp or math.prod(counts) != tp:
+        raise PlacingError(f"{EMBEDDING} has {math.prod(counts)} parts, and there are {dense} groups of ranks")
+    pp, vp = dense // tp, len(buffers[_DENSE, 0])
+    if vp > 1 and pp == 1:
+        raise PlacingError("several buffers, but one pipeline stage")
+    etp, number = _count_experts(weights)
+    if not number:
+        if of_experts:
+            raise PlacingError("a second optimizer, but no experts")
+        return _Degrees(tp, pp, vp, 1, tp, 0)
+    ep = of_experts // (etp * pp) if of_experts else 1
+    # without expert parallelism, experts are in the first optimizer, whose groups are those of tp
+    is_known = ep > 1 and ep * etp * pp == of_experts if of_experts else etp == tp
+    if not is_known or number % ep:
+        raise PlacingError(f"{number} experts at tp={etp} in {of_experts} groups of ranks and {pp} stages")
+    return _Degrees(tp, pp, vp, ep, etp, number // ep)
+
+
+def _count_experts(weights: Mapping[str, TensorLocation]) -> tuple[int, int]:
+    """Return the degree of tensor parallelism of experts, and their number in each layer; 1 and 0 if there are none.
+
+    Raises:
+        PlacingError: layers differ in them, or chunks are not of one expert each.
+    """
+    experts = {name: location for name, location in weights.items() if is_of_experts(name)}
+    if not experts:
+        return 1, 0
+    if any(location.shape[0] != location.counts[0] for location in experts.values()):
+        raise PlacingError("experts are grouped, in a layout that Megatron-Core transposes when it saves weights")
+    numbers = {location.shape[0] for location in experts.values()}
+    degrees = {location.counts[-1] for name, location in experts.items() if name.endswith(SPLIT_ALONG_LAST)}
+    if len(numbers) != 1 or len(degrees) != 1:
+        raise PlacingError(f"layers have {sorted(numbers)} experts, at tp={sorted(degrees)}")
+    return degrees.pop(), numbers.pop()
 
 
 def _fit(
-    buckets: _Buckets, weights: Mapping[str, TensorLocation], leaves: tuple[str, ...], tp: int
+    buffers: _Buffers, weights: Mapping[str, TensorLocation], order: Order, degrees: _Degrees
 ) -> list[_Placed] | None:
     """Place the parts of all groups in an order of a layer's parameters; None if a size or an end is another."""
-    stages = _list_stages(weights, leaves, len(buckets) // tp)
+    try:
+        chunks = list_chunks(weights, order, degrees.pp * degrees.vp, degrees.num_local)
+    except OrderError as error:
+        raise PlacingError(str(error)) from error
+    is_shared = len(chunks) > 1 and OUTPUT not in weights
     placed: list[_Placed] = []
-    for group, own in buckets.items():
-        stage, rank = divmod(group, tp)
-        shared = stages[0] is not stages[-1] and _OUTPUT not in weights
-        parts = [_cut(name, weights[name], tp, rank, shared=shared) for name in stages[stage]]
-        ends = _place_parts(parts[::-1], own)
-        if ends is None:
+    for (optimizer, group), own in buffers.items():
+        every = [
+            _cut_slots(slots, weights, degrees, optimizer, group, is_shared=is_shared)
+            for slots in chunks[_stage_of(optimizer, group, degrees) :: degrees.pp]
+        ]
+        held = [parts for parts in every if parts]
+        if len(held) != len(own):
             return None
-        placed += [_Placed(group, bucket, start, part) for bucket, start, part in ends]
+        for number, (parts, buffer) in enumerate(zip(held, own, strict=True)):
+            ends = _place_parts(parts[::-1], buffer)
+            if ends is None:
+                return None
+            placed += [_Placed((optimizer, group, number), bucket, start, part) for bucket, start, part in ends]
     return placed
 
 
-def _list_stages(weights: Mapping[str, TensorLocation], leaves: tuple[str, ...], pp: int) -> list[list[str]]:
-    """List the names of each stage's parameters, in the module's order.
+def _stage_of(optimizer: int, group: int, degrees: _Degrees) -> int:
+    return group // (degrees.etp * degrees.ep if optimizer == _EXPERTS else degrees.tp)
 
-    Raises:
-        PlacingError: a parameter of which the place in the order is not known, or layers that are not split evenly.
-    """
-    layers: dict[int, set[str]] = {}
-    for name in weights:
-        match = _LAYER.fullmatch(name)
-        if match is not None and match["leaf"] in leaves:
-            layers.setdefault(int(match["layer"]), set()).add(match["leaf"])
-        elif name not in (*_FIRST, *_LAST):
-            raise PlacingError(f"the order of {name} is not known")
-    if sorted(layers) != list(range(len(layers))) or len(layers) % pp:
-        raise PlacingError(f"{len(layers)} layers in {pp} stages")
-    each = len(layers) // pp
-    stages = []
-    for stage in range(pp):
-        names = [name for name in _FIRST if name in weights] if stage == 0 else []
-        names += [
-            f"decoder.layers.{layer}.{leaf}"
-            for layer in range(stage * each, (stage + 1) * each)
-            for leaf in leaves
-            if leaf in layers[layer]
-        ]
-        if stage == pp - 1:
-            last = [_EMBEDDING if name == _OUTPUT and name not in weights and pp > 1 else name for name in _LAST]
-            names += [name for name in last if name in weights]
-        stages.append(names)
-    return stages
+
+def _cut_slots(
+    slots: Iterable[Slot],
+    weights: Mapping[str, TensorLocation],
+    degrees: _Degrees,
+    optimizer: int,
+    group: int,
+    *,
+    is_shared: bool,
+) -> list[_Part]:
+    """Cut out the parts that a group's ranks have of a chunk's parameters, of those in this optimizer."""
+    tp = degrees.etp if optimizer == _EXPERTS else degrees.tp
+    rank = group % tp
+    first = group // tp % degrees.ep * degrees.num_local if optimizer == _EXPERTS else 0
+    return [
+        _cut(slot.name, weights[slot.name], tp, rank, shared=is_shared)
+        if slot.expert is None
+        else _cut_expert(slot.name, weights[slot.name], tp, rank, first + slot.expert)
+        for slot in slots
+        if (optimizer == _EXPERTS) == (slot.expert is not None and degrees.ep > 1)
+    ]
+
+
+def _cut_expert(name: str, location: TensorLocation, tp: int, rank: int, expert: int) -> _Part:
+    """Cut out a rank's part of one expert, from the parameter of all experts of a layer."""
+    own = dataclasses.replace(location, shape=location.shape[1:], counts=location.counts[1:])
+    part = _cut(name, own, tp, rank, shared=False)
+    boxes = tuple(Box((expert, *box.offset), (1, *box.size)) for box in part.boxes)
+    return part._replace(shape=(1, *part.shape), boxes=boxes, dim=part.dim + 1)
 
 
 def _cut(name: str, location: TensorLocation, tp: int, rank: int, *, shared: bool) -> _Part:
@@ -220,7 +310,7 @@ def _cut(name: str, location: TensorLocation, tp: int, rank: int, *, shared: boo
         PlacingError: the weight is not split as tensor parallelism splits it.
     """
     dims = [dim for dim, count in enumerate(location.counts) if count > 1]
-    is_shared = shared and name == _EMBEDDING
+    is_shared = shared and name == EMBEDDING
     if not dims:
         return _Part(name, location.shape, (whole(location.shape),), 0, is_shared)
     dim, count, size = dims[0], location.counts[dims[0]], location.shape[dims[0]]
@@ -277,31 +367,34 @@ def _find_ends(states: Mapping[str, Entry]) -> set[int] | None:
 
 
 def _build(
-    buckets: _Buckets, weights: Mapping[str, TensorLocation], placed: Sequence[_Placed], order: str
+    buffers: _Buffers, weights: Mapping[str, TensorLocation], placed: Sequence[_Placed], order: str
 ) -> BucketStates:
-    first = buckets[0][0]
-    types = {state: entry.dtype for state, entry in first.items()}
-    if any(bucket[state].dtype != types[state] for own in buckets.values() for bucket in own for state in types):
+    every = [bucket for own in buffers.values() for buffer in own for bucket in buffer]
+    types = {state: entry.dtype for state, entry in every[0].items()}
+    if any(bucket[state].dtype != types[state] for bucket in every for state in types):
         raise PlacingError("buckets of several types")
+    names = {part.name for _, _, _, part in placed}
     tensors: list[LogicalTensor] = []
     locations: dict[TensorKey, TensorLocation] = {}
     numbers: dict[tuple[str, str], int] = {}
     for state, dtype in types.items():
         for name, weight in weights.items():
+            if name not in names:
+                continue
             numbers[state, name] = len(tensors)
             key = TensorKey(STATES.get(state, state), name)
             tensors.append(LogicalTensor(key=key, shape=weight.shape, dtype=dtype))
             locations[key] = dataclasses.replace(weight, key=f"optimizer.state.{state}.{weight.key}", dtype=dtype)
     copies: dict[tuple[str, tuple[Box, ...]], int] = {}
-    by_bucket: dict[tuple[int, int], list[tuple[int, int, _Part]]] = {}
-    for group, bucket, start, part in placed:
+    by_bucket: dict[tuple[tuple[int, int, int], int], list[tuple[int, int, _Part]]] = {}
+    for buffer, bucket, start, part in placed:
         replica = copies.setdefault((part.name, part.boxes), 0)
         copies[part.name, part.boxes] += 1
-        by_bucket.setdefault((group, bucket), []).append((start, replica, part))
+        by_bucket.setdefault((buffer, bucket), []).append((start, replica, part))
     chunks = [
         chunk
-        for (group, bucket), parts in by_bucket.items()
-        for state, entry in buckets[group][bucket].items()
+        for ((optimizer, group, buffer), bucket), parts in by_bucket.items()
+        for state, entry in buffers[optimizer, group][buffer][bucket].items()
         for chunk in _cut_chunks(entry, parts, {part.name: numbers[state, part.name] for _, _, part in parts})
     ]
     return BucketStates(tensors=tuple(tensors), chunks=tuple(chunks), locations=locations, order=order)

@@ -24,7 +24,9 @@ COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
 """Key of the object that later versions write instead of the file."""
 
-_BUCKET_SETTINGS = re.compile(r"optimizer\.distributed\.dp_group_idx_\d+\.(?P<name>[^./]+)/shard_0_1")
+_BUCKET_SETTINGS = re.compile(
+    r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.(?P<name>[^./]+)/shard_0_1"
+)
 _OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
 _STEP = "step"
 
@@ -39,6 +41,7 @@ class Common:
         topology: topology of the run that saved the checkpoint; None if not stated.
         settings: options of each parameter group. The files do not say which parameter is in which group.
         sharding: layout of the distributed optimizer's states; empty if not stated.
+        has_sequential_experts: states that experts are modules of their own, so not grouped in a layout of their own.
     """
 
     step: int | None = None
@@ -46,6 +49,7 @@ class Common:
     topology: Topology | None = None
     settings: tuple[Mapping[str, Plain], ...] = ()
     sharding: str = ""
+    has_sequential_experts: bool = False
 
 
 def read_common(folder: Path, entries: Iterable[Entry], items: Items) -> Common:
@@ -74,19 +78,20 @@ def read_common(folder: Path, entries: Iterable[Entry], items: Items) -> Common:
         topology=_read_topology(arguments, str(folder)),
         settings=tuple(_iterate_settings(fields.get("optimizer"))),
         sharding=sharding if isinstance(sharding, str) else "",
+        has_sequential_experts=arguments.get("moe_grouped_gemm") is False,
     )
 
 
 def read_bucket_settings(
     entries: Iterable[Entry], items: Items
-) -> tuple[Mapping[str, Any], tuple[Mapping[str, Plain], ...]]:
+) -> tuple[Mapping[Any, Any], tuple[Mapping[str, Plain], ...]]:
     """Read the optimizer's fields that `dp_reshardable` stores for each data-parallel group.
 
     Returns:
-        Fields by name, such as `optimizer` with its `param_groups`, none if groups of ranks differ in them; and the
-        settings of each parameter group of every group of ranks.
+        Fields by name, such as `optimizer` with its `param_groups`, or by the number of each optimizer of a chain; none
+        if groups of ranks differ in them. And the settings of each parameter group of every group of ranks.
     """
-    found: dict[str, Any] = {}
+    found: dict[Any, Any] = {}
     every: list[Mapping[str, Plain]] = []
     are_equal = True
     for entry in entries:
@@ -96,7 +101,8 @@ def read_bucket_settings(
         value = items.read_object(entry.key, entry.chunks[0][1])
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
         every += _iterate_settings({match["name"]: value})
-        are_equal = are_equal and found.setdefault(match["name"], value) == value
+        own = found if match["optimizer"] is None else found.setdefault(int(match["optimizer"]), {})
+        are_equal = are_equal and own.setdefault(match["name"], value) == value
     return found if are_equal else {}, tuple(every)
 
 

@@ -41,7 +41,8 @@ class MegatronExtra:
         common: entry of the common part if it is an object; None if it is a file of its own.
         buckets: the optimizer's states are laid out for its own buffers, and are not among the tensors.
         settings: fields of the optimizer that are to be in the common part, because its states are found in buckets and
-            will be written as `fully_reshardable`; None if the common part has them.
+            will be written as `fully_reshardable`; by number for each optimizer of a chain; None if the common part has
+            them.
     """
 
     format_name: ClassVar[str] = NAME
@@ -50,4 +51,4 @@ class MegatronExtra:
     objects: tuple[Entry, ...]
     common: Entry | None
     buckets: bool
-    settings: Mapping[str, Any] | None = None
+    settings: Mapping[Any, Any] | None = None

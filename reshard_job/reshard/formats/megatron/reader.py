@@ -59,8 +59,8 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
     with Items(folder) as items:
         common = read_common(folder, entries, items)
         tensors, parts, locations = _build_logical(entries, named, str(folder))
-        states, reason = _find_states(entries, named, locations)
-        settings: Mapping[str, Any] | None = None
+        states, reason = _find_states(entries, named, locations, common)
+        settings: Mapping[Any, Any] | None = None
         if states is not None:
             settings, every = read_bucket_settings(entries, items)
             common = dataclasses.replace(common, settings=every)
@@ -101,7 +101,7 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
 
 
 def _find_states(
-    entries: Iterable[Entry], named: EntryNames, locations: Mapping[TensorKey, TensorLocation]
+    entries: Iterable[Entry], named: EntryNames, locations: Mapping[TensorKey, TensorLocation], common: Common
 ) -> tuple[BucketStates | None, str]:
     """Find the states in the optimizer's buckets; None and why, if they cannot be told."""
     if not named.buckets:
@@ -111,7 +111,8 @@ def _find_states(
     chosen = set(named.buckets)
     stored = [entry for entry in entries if entry.key in chosen and entry.is_tensor]
     try:
-        return place_states(stored, {key.name: location for key, location in locations.items()}), ""
+        weights = {key.name: location for key, location in locations.items()}
+        return place_states(stored, weights, has_sequential_experts=common.has_sequential_experts), ""
     except PlacingError as error:
         return None, str(error)
 

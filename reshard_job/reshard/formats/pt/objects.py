@@ -174,10 +174,14 @@ class Tensor:
     @property
     def is_contiguous(self) -> bool:
         """True if its elements follow each other in row-major order."""
-        return self.num_elements == 0 or all(
-            size == 1 or step == expected
-            for size, step, expected in zip(self.shape, self.stride, contiguous_stride(self.shape), strict=True)
-        )
+        if 0 in self.shape:
+            return True
+        expected = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and step != expected:
+                return False
+            expected *= size
+        return True
 
     @property
     def file_offset(self) -> int:

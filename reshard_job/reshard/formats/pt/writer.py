@@ -28,9 +28,9 @@ class PtLayout:
     fixed: FilledTemplate
     slots: dict[Storage, Slot]
 
-    def with_stem(self, stem: str) -> PtLayout:
-        """Return the layout of the same file under another name of the same length."""
-        return dataclasses.replace(self, fixed=FilledTemplate(self.fixed.template, stem.encode()))
+    def with_stem(self, stem: str, *, is_own: bool = False) -> PtLayout:
+        """Return the layout of the same file under another name of the same length; see `FilledTemplate.is_own`."""
+        return dataclasses.replace(self, fixed=FilledTemplate(self.fixed.template, stem.encode(), is_own=is_own))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

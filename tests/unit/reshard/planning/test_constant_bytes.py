@@ -31,6 +31,13 @@ def test_equal_files_are_the_same_whoever_made_them():
     assert list(identity_bytes(filled())) == list(identity_bytes(filled()))
 
 
+def test_a_file_with_a_shared_template_is_told_by_its_own_bytes_if_it_is_asked_for():
+    own = filled(ranges=((0, b"headnametail"), (64, b"namedirectory")))
+    shared = FilledTemplate(filled().template, b"name", is_own=True)
+    assert list(identity_bytes(shared)) == list(identity_bytes(own))
+    assert list(identity_bytes(shared)) != list(identity_bytes(filled()))
+
+
 def test_ranges_without_a_template_are_told_by_place_and_content():
     assert b"".join(identity_bytes(((3, b"ab"),))) == (3).to_bytes(8, "little") + b"ab"
 

@@ -119,6 +119,8 @@ def _add_experts(source: DeepSpeedContents, commit_model: Mapping[str, Any]) -> 
     if layers:
         counts, _, ep = autoep.find_stacks(layers, where, zero=topology.zero)
         experts = Experts(stacked=counts)
+        if topology.zero == 3:
+            _refuse_frozen(source, experts)
     else:
         _check_counts(source)
         experts, ep = find_experts({key: file.value for key, file in source.expert_files.items()}, local, where)
@@ -141,7 +143,7 @@ def _check_folding(source: DeepSpeedContents, topology: Topology) -> None:
     Raises:
         CorruptSourceError: it is another rank's, or missing.
     """
-    files = [(file, 0, tp, "dense") for (tp, _), file in source.models.items()]
+    files = [(file, dp, tp, "dense") for (tp, dp), file in source.models.items()]
     files += [(file, dp, tp, "zero_optimizer_state") for (tp, dp), file in source.optimizers.items()]
     for file, dp, tp, family in files:
         expected = autoep.make_folding(topology, dp, tp, family)
@@ -149,6 +151,19 @@ def _check_folding(source: DeepSpeedContents, topology: Topology) -> None:
         found = {key: stated.get(key) for key in expected} if isinstance(stated, Mapping) else None
         if found != expected:
             raise CorruptSourceError(f"{autoep.FOLDING} is {found!r:.400}, expected {expected!r:.400}", path=file.path)
+
+
+def _refuse_frozen(source: DeepSpeedContents, experts: Experts) -> None:
+    """Refuse frozen experts at ZeRO-3, where the ranks that hold a part partition it among themselves.
+
+    Raises:
+        UnsupportedError: the message names the first one.
+    """
+    frozen = [name for file in source.models.values() for name in file.value.get("frozen_param_shapes") or ()]
+    if stacks := [name for name in frozen if name in experts.stacked]:
+        raise UnsupportedError(
+            f"has frozen experts, {stacks[0]}, at ZeRO stage 3: they are not converted", path=str(source.folder)
+        )
 
 
 def _check_counts(source: DeepSpeedContents) -> None:
@@ -193,7 +208,7 @@ def _refuse_layout(topology: Topology, ep: int, where: str, *, is_native: bool) 
     Raises:
         UnsupportedError: DeepSpeed's own experts, another stage, or parts that do not tile the data-parallel ranks.
     """
-    if is_native or topology.zero not in (1, 2):
+    if is_native or topology.zero not in (1, 2, 3):
         raise _make_layout_error(topology, where)
     if topology.dp % ep:
         raise UnsupportedError(
@@ -206,7 +221,7 @@ def _refuse_layout(topology: Topology, ep: int, where: str, *, is_native: bool) 
 def _make_layout_error(topology: Topology, where: str) -> UnsupportedError:
     return UnsupportedError(
         f"has experts in the layout {topology}: DeepSpeed's own are converted at tp=1, cp=1 and ZeRO stages 1 and 2,"
-        " those of AutoEP at pp=1 and cp=1 in these stages at any tp, and in stage 3 at tp=1",
+        " those of AutoEP at pp=1 and cp=1 in the stages 1, 2 and 3 at any tp",
         path=where,
     )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import CorruptSourceError
@@ -12,10 +13,14 @@ from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.fields import Kind, detect_kind
 from reshard.formats.deepspeed.logical import Model, read_param_groups, read_param_shapes
 from reshard.formats.deepspeed.rows import Place, Rows, add_span
-from reshard.formats.deepspeed.slots import RankRange, locate_tensor
+from reshard.formats.deepspeed.slots import locate_tensor
 from reshard.formats.deepspeed.states import read_group_states
 from reshard.formats.deepspeed.unpartitioned import read_param_states
-from reshard.formats.pt.objects import Inert
+from reshard.formats.pt.objects import Inert, Tensor
+from reshard.formats.pt.reader import PtFile
+
+_RankTensors = tuple[PtFile, Mapping[str, Tensor]]
+"""File of a rank, and the partitions of one sub-group in it by state."""
 
 
 def add_unpartitioned(rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int]) -> None:
@@ -57,21 +62,21 @@ def add_partitions(
     kind = detect_kind(source.optimizer(0, 0))
     aligned = bool(source.zero_config.get("parameter_alignment")) and kind is Kind.ZERO12
     alignment = flat.param_alignment(element_bytes, aligned)
+    make_layout = functools.cache(functools.partial(flat.FlatGroup, param_alignment=alignment))
+    read_buffers = functools.cache(functools.partial(_read_buffers, source))
     for (mp, dp), file in source.optimizers.items():
         pp, tp = divmod(mp, topology.tp)
-        shapes = read_param_shapes(source, mp)
+        buffers = read_buffers(mp)
         states = read_group_states(source, mp, dp)
         groups = read_param_groups(source, mp)
         whole_groups = {
             at for at, group in enumerate(groups) if muon.has_whole_momentum(kind, group, source.zero_config)
         }
-        if len(states) != len(shapes):
-            raise CorruptSourceError(f"{len(states)} groups, param_shapes has {len(shapes)}", path=file.path)
-        for at, (state, group) in enumerate(zip(states, shapes, strict=True)):
-            counts = tuple(math.prod(shape) for shape in group.values())
-            names = list(group)
+        if len(states) != len(buffers):
+            raise CorruptSourceError(f"{len(states)} groups, param_shapes has {len(buffers)}", path=file.path)
+        for at, (state, (names, counts)) in enumerate(zip(states, buffers, strict=True)):
             num_partitions, own = source.partition(names, dp, tp)
-            layout = flat.FlatGroup(num_elements=counts, dp=num_partitions, param_alignment=alignment)
+            layout = make_layout(num_elements=counts, dp=num_partitions)
             spans = layout.spans(own)
             unpadded = layout.partition - layout.padding(own)
             partitioned, whole = muon.split_states(state.flat, whole=at in whole_groups)
@@ -102,13 +107,23 @@ def add_partitions(
                 add_span(rows, param, whole, span, Place(topology.tp, tp, copy, files[file.path], 0))
 
 
+def _read_buffers(source: DeepSpeedContents, mp: int) -> list[tuple[list[str], tuple[int, ...]]]:
+    """Read names and numbers of elements of the parameters in each flat group of a model-parallel rank."""
+    groups = read_param_shapes(source, mp)
+    return [(list(group), tuple(math.prod(shape) for shape in group.values())) for group in groups]
+
+
 def add_zero3(rows: Rows, source: DeepSpeedContents, model: Model, files: Mapping[str, int]) -> None:
     """Add the states of ZeRO-3, where every parameter has a slot in each rank's sub-group.
+
+    Experts are partitioned over all ranks that hold the same part of them, other parameters over the data-parallel
+    ranks of one tensor-parallel rank.
 
     Raises:
         CorruptSourceError: a rank has another number of sub-groups, or a sub-group another length.
     """
     topology = source.topology
+    experts: dict[int, dict[int, _RankTensors]] = {}  # sub-group -> rank -> its partitions
     for mp in range(topology.tp * topology.pp):
         shapes = read_param_shapes(source, mp)
         own = [source.optimizers[mp, dp] for dp in range(topology.dp)]
@@ -119,32 +134,38 @@ def add_zero3(rows: Rows, source: DeepSpeedContents, model: Model, files: Mappin
                 raise CorruptSourceError(f"{count} sub-groups, param_shapes has {len(shapes)}", path=file.path)
         _check_partition_groups(source, mp, [tuple(group) for group in shapes])
         for at, group in enumerate(shapes):
-            count, _ = source.partition(tuple(group), 0)
-            slots, length = flat.zero3_slots([math.prod(shape) for shape in group.values()], count)
-            every = [(file, state[at].flat) for file, state in zip(own, states, strict=True)]
-            num_parts = topology.dp // count  # more than one for experts: each part is on every ep-th rank
-            for part in range(num_parts):
-                rank_tensors = every[part::num_parts]
-                keys = dict.fromkeys(key for _, tensors in rank_tensors for key in tensors)
-                what = f"sub-group {at}: partition"
-                located = {
-                    key: locate_tensor(rank_tensors, key, files, length=length, what=f"{what} {key!r}") for key in keys
-                }
-                is_cut = num_parts > 1
-                place = Place(topology.ep if is_cut else topology.tp, part if is_cut else mp, 0, 0, 0)
-                _add_slots(rows, model, group, slots, located, place)
+            rank_tensors = [(file, state[at].flat) for file, state in zip(own, states, strict=True)]
+            source.partition(tuple(group), 0)  # refuses experts among other parameters
+            if any(map(source.is_stacked, group)):
+                experts.setdefault(at, {}).update({dp * topology.tp + mp: item for dp, item in enumerate(rank_tensors)})
+            else:
+                _add_sub_group(rows, model, group, at, rank_tensors, files, Place(topology.tp, mp, 0, 0, 0))
+    for at, by_rank in experts.items():
+        group = read_param_shapes(source, 0)[at]
+        for part in range(topology.ep):
+            rank_tensors = [by_rank[rank] for rank in autoep.list_holders(topology, part)]
+            _add_sub_group(rows, model, group, at, rank_tensors, files, Place(topology.ep, part, 0, 0, 0))
 
 
-def _add_slots(  # noqa: PLR0917
+def _add_sub_group(  # noqa: PLR0917
     rows: Rows,
     model: Model,
-    names: Iterable[str],
-    slots: Sequence[flat.Slot],
-    located: Mapping[str, tuple[str, tuple[RankRange, ...]]],
+    group: Mapping[str, tuple[int, ...]],
+    at: int,
+    rank_tensors: Sequence[_RankTensors],
+    files: Mapping[str, int],
     place: Place,
 ) -> None:
-    """Add the slots of a sub-group's parameters; `located` has type and place of each state."""
-    for name, slot in zip(names, slots, strict=True):
+    """Add the slots of a sub-group's parameters, of which each of the ranks holds a part.
+
+    Raises:
+        CorruptSourceError: a rank's partition has another length or type.
+    """
+    slots, length = flat.zero3_slots([math.prod(shape) for shape in group.values()], len(rank_tensors))
+    keys = dict.fromkeys(key for _, tensors in rank_tensors for key in tensors)
+    what = f"sub-group {at}: partition"
+    located = {key: locate_tensor(rank_tensors, key, files, length=length, what=f"{what} {key!r}") for key in keys}
+    for name, slot in zip(group, slots, strict=True):
         for key, (dtype, ranges) in located.items():
             rows.add_slots(key, model.params[name], place, ranges, dtype=dtype, offset=slot.offset, size=slot.size)
 
@@ -158,7 +179,7 @@ def _check_partition_groups(source: DeepSpeedContents, mp: int, groups: Sequence
     if source.experts is None:
         return
     for dp in range(source.topology.dp):
-        expected = autoep.make_partition_groups(groups, source.experts.stacked, source.topology, dp)
+        expected = autoep.make_partition_groups(groups, source.experts.stacked, source.topology, dp, mp)
         stated = source.optimizer(mp, dp).get("ds_zero_partition_groups")
         if stated != expected:
             raise CorruptSourceError(

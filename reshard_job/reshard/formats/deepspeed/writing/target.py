@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from reshard.formats.deepspeed import autoep, flat
@@ -23,7 +23,7 @@ from reshard.formats.deepspeed.writing.carried_objects import Budget, Template
 from reshard.formats.deepspeed.writing.origins import TargetRows
 from reshard.formats.deepspeed.writing.progress import Progress
 from reshard.formats.pt.objects import ITEM_BYTES, Size, StatefulDict, Tensor
-from reshard.formats.pt.writer import PtLayout, lay_out_pt
+from reshard.formats.pt.writer import PtLayout, lay_out_pt, pickle_object
 from reshard.tensors.layout import ChecksumField, TargetFile
 from reshard.topology import Topology
 
@@ -88,6 +88,7 @@ class Target:
     _written: Counter[tuple[str, int]] = dataclasses.field(default_factory=Counter)
     _holders: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     _groups: dict[tuple[int, int], GroupTemplate] = dataclasses.field(default_factory=dict)
+    _equal_groups: dict[tuple[bytes, ...], GroupTemplate] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for pp, stage in enumerate(self.stages):
@@ -246,9 +247,9 @@ class Target:
         self.files.append(TargetFile(path=name, num_bytes=layout.num_bytes, fixed=layout.fixed, checksums=checksums))
         return File(target=self, index=len(self.files) - 1, layout=layout)
 
-    def add_twin(self, name: str, other: File) -> File:
-        """Add a file with the same content as another, and a name of the same length."""
-        layout = other.layout.with_stem(name.removesuffix(".pt"))
+    def add_twin(self, name: str, other: File, *, is_own: bool = False) -> File:
+        """Add a file with the same content as another, and a name of the same length; see `FilledTemplate.is_own`."""
+        layout = other.layout.with_stem(name.removesuffix(".pt"), is_own=is_own)
         self.files.append(dataclasses.replace(self.files[other.index], path=name, fixed=layout.fixed))
         return File(target=self, index=len(self.files) - 1, layout=layout)
 
@@ -263,10 +264,16 @@ class Target:
         return {**copied, "params": params}
 
     def group_template(self, group: int, tp: int) -> GroupTemplate:
-        """Return the states of a parameter group, from the source (ZeRO-3: from its first sub-group)."""
+        """Return the states of a parameter group, from the source (ZeRO-3: from its first sub-group).
+
+        Equal states of several tensor-parallel ranks are one object.
+        """
         tp = min(tp, self.source.topology.tp - 1)
         if (group, tp) not in self._groups:
-            self._groups[group, tp] = self._read_group(group, tp)
+            template = self._read_group(group, tp)
+            pickle = pickle_object((template.dtypes, template.order, template.scalars))
+            content = (pickle.data, *(storage.data or b"" for storage in pickle.storages))
+            self._groups[group, tp] = self._equal_groups.setdefault(content, template)
         return self._groups[group, tp]
 
     def _read_group(self, group: int, tp: int) -> GroupTemplate:
@@ -308,8 +315,7 @@ class File:
 
     def add_span(self, param: Param, tensors: Mapping[str, Tensor], span: flat.Span, tp: int, copy: int) -> None:
         """Add a span of a parameter's shard, which lies in each of the partitions."""
-        for state, tensor in tensors.items():
-            self._add_elements(state, param, tensor, span, self.place(tensor, tp, copy))
+        self._add_partitions(param, tensors, span, [self.place(tensor, tp, copy) for tensor in tensors.values()])
 
     def add_gaps(self, tensors: Iterable[Tensor], gaps: Iterable[tuple[int, int]]) -> None:
         """Mark elements of each partition, (position, number), as padding; partitions that end before have none."""
@@ -322,9 +328,9 @@ class File:
 
     def add_experts_span(self, param: Param, tensors: Mapping[str, Tensor], span: flat.Span, part: int) -> None:
         """Add a span of a stack of experts, which lies in each of the partitions; `part` is the rank's experts."""
-        for state, tensor in tensors.items():
-            place = self.place(tensor, part, 0)._replace(tp=self.target.topology.ep)
-            self._add_elements(state, param, tensor, span, place)
+        ep = self.target.topology.ep
+        places = [self.place(tensor, part, 0)._replace(tp=ep) for tensor in tensors.values()]
+        self._add_partitions(param, tensors, span, places)
 
     def add_expert(self, param: Param, tensor: Tensor, expert: int, copy: int) -> None:
         """Add a tensor that is the weight of one expert, a slice of a stack."""
@@ -332,8 +338,12 @@ class File:
         strides = (tensor.num_elements, *tensor.stride)
         self.target.rows.add_shard("weight", param, place, dtype=tensor.dtype, strides=strides)
 
-    def _add_elements(self, state: str, param: Param, tensor: Tensor, span: flat.Span, place: Place) -> None:
-        at = place.byte_offset + span.offset * ITEM_BYTES[tensor.dtype]
-        self.target.rows.add_flat(
-            state, param, place._replace(byte_offset=at), dtype=tensor.dtype, start=span.start, stop=span.stop
-        )
+    def _add_partitions(
+        self, param: Param, tensors: Mapping[str, Tensor], span: flat.Span, places: Sequence[Place]
+    ) -> None:
+        if places:
+            parts = [
+                (state, tensor.dtype, place.byte_offset)
+                for (state, tensor), place in zip(tensors.items(), places, strict=True)
+            ]
+            self.target.rows.add_span(param, places[0], span, parts)

@@ -27,12 +27,14 @@ from reshard.formats.deepspeed.reading.groups import has_muon
 from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra, NativeConvertible
 from reshard.formats.deepspeed.writing.advice import collect_advice
 from reshard.formats.deepspeed.writing.model_files import write_experts, write_layers, write_model
-from reshard.formats.deepspeed.writing.optimizer_files import list_buffers, write_optimizer
+from reshard.formats.deepspeed.writing.optimizer_files import list_buffers, write_optimizers
 from reshard.formats.deepspeed.writing.origins import TargetRows
 from reshard.formats.deepspeed.writing.progress import Progress
+from reshard.formats.deepspeed.writing.rank_copies import RankCopies
 from reshard.formats.deepspeed.writing.stages import assign_stages
 from reshard.formats.deepspeed.writing.target import Target
 from reshard.formats.deepspeed.writing.zero3 import write_zero3
+from reshard.formats.pt.objects import Tensor
 from reshard.tensors.layout import Index, TargetLayout
 from reshard.tensors.shard_table import ranges_of
 from reshard.topology import MOST_RANKS, Topology
@@ -74,9 +76,11 @@ def lay_out(index: Index, request: Request, example: Example | None = None) -> T
         rows=rows,
         layout_note=_set_parts(extra.source.models[0, 0].value.get("pipeline_layout"), target, bounds),
     )
-    for pp in range(target.pp):
-        for tp in range(target.tp):
-            _write_rank(result, pp, tp)
+    if target.zero == 3:
+        write_zero3(result)
+    else:
+        for pp in range(target.pp):
+            _write_stage(result, pp)
     if not extra.source.has_modules:
         write_layers(result)
     write_experts(result)
@@ -178,14 +182,13 @@ def _split_known_family(
     return dataclasses.replace(extra, model=model, weights=split.weights), (split.note,), ()
 
 
-def _write_rank(target: Target, pp: int, tp: int) -> None:
-    if target.topology.zero == 3:
-        write_zero3(target, tp)
-        return
+def _write_stage(target: Target, pp: int) -> None:
     buffers = [list_buffers(target, pp, part) for part in range(target.topology.ep)]
-    write_model(target, pp, tp, buffers[autoep.find_part(target.topology, 0, tp)[0]])
-    for dp in range(target.topology.dp if target.topology.zero else 0):
-        write_optimizer(target, pp, tp, dp, buffers[autoep.find_part(target.topology, dp, tp)[0]])
+    rank_copies: RankCopies[list[dict[str, Tensor]]] = RankCopies(target, are_adjacent=False)
+    for tp in range(target.topology.tp):
+        write_model(target, pp, tp, buffers[autoep.find_part(target.topology, 0, tp)[0]])
+        if target.topology.zero:
+            write_optimizers(target, pp, tp, buffers, rank_copies)
 
 
 def _make_commit_model(extra: DeepSpeedExtra, target: Topology, bounds: tuple[int, ...]) -> dict[str, Any]:
@@ -261,11 +264,11 @@ def _refuse_buffers(extra: DeepSpeedExtra, target: Topology, where: str) -> None
 
 
 def _refuse_experts(experts: Experts, target: Topology, where: str) -> None:
-    stages, most_tp = ((1, 2, 3), MOST_RANKS if target.zero < 3 else 1) if experts.stacked else ((1, 2), 1)
+    stages, most_tp = ((1, 2, 3), MOST_RANKS) if experts.stacked else ((1, 2), 1)
     if target.tp > most_tp or target.cp > 1 or target.zero not in stages:
         raise UnsupportedError(
             f"{target}: a model with experts is laid out at tp=1, cp=1 and ZeRO stages 1 and 2, and AutoEP's with tp,"
-            " too, or at stage 3 (DeepSpeed does not train native experts at stage 3)",
+            " too, and at stage 3 (DeepSpeed does not train native experts at stage 3)",
             path=where,
             hint="choose zero=1 or 2 without tp and cp, such as --to dp=4,ep=2,zero=1",
         )

@@ -40,12 +40,33 @@ _FROM_TARGET = frozenset(
 )
 """Entries of a rank's files that are not copied from the source."""
 
+_RankPartitions = tuple[File, list[dict[str, Tensor]]]
+"""File of a rank, and the partitions in it by sub-group and state."""
 
-def write_zero3(target: Target, tp: int) -> None:
-    """Write both files of every data-parallel rank: all model files, then all optimizer files."""
-    cut = list_sub_groups(target, tp)
-    _write_models(target, tp, [names_ for group in cut for names_ in group])
-    _write_optimizers(target, tp, cut)
+
+def write_zero3(target: Target) -> None:
+    """Write both files of every rank: for each tensor-parallel rank all model files, then all optimizer files.
+
+    Experts are partitioned over all ranks that hold the same part of them, other parameters over the data-parallel
+    ranks of one tensor-parallel rank.
+    """
+    topology = target.topology
+    experts: dict[tuple[str, ...], dict[int, tuple[File, dict[str, Tensor]]]] = {}  # sub-group -> rank -> partitions
+    for tp in range(topology.tp):
+        cut = list_sub_groups(target, tp)
+        every = [names_ for group in cut for names_ in group]
+        _write_models(target, tp, every)
+        files = _write_optimizers(target, tp, cut)
+        for at, names_ in enumerate(every):
+            own = [(file, partitions[at]) for file, partitions in files]
+            if any(map(target.is_stacked, names_)):
+                experts.setdefault(names_, {}).update({dp * topology.tp + tp: item for dp, item in enumerate(own)})
+            else:
+                _add_sub_group(target, Place(topology.tp, tp, 0, 0, 0), names_, own)
+    for names_, by_rank in experts.items():
+        for part in range(topology.ep):
+            own = [by_rank[rank] for rank in autoep.list_holders(topology, part)]
+            _add_sub_group(target, Place(topology.ep, part, 0, 0, 0), names_, own)
 
 
 def list_sub_groups(target: Target, tp: int) -> list[list[tuple[str, ...]]]:
@@ -66,7 +87,7 @@ def _count_partitions(target: Target, names_: tuple[str, ...]) -> int:
 
 
 def _write_models(target: Target, tp: int, sub_groups: list[tuple[str, ...]]) -> None:
-    rank_copies: RankCopies[dict[str, Any]] = RankCopies(target)
+    rank_copies: RankCopies[dict[str, Any]] = RankCopies(target, are_adjacent=True)
     files: list[tuple[File, dict[str, Any]]] = []
     for dp in range(target.topology.dp):
         like = target.source.models[target.like(0, tp), target.like_dp(dp) if target.source.topology.zero == 3 else 0]
@@ -94,7 +115,7 @@ def _build_model(target: Target, like: PtFile, tp: int, dp: int, sub_groups: lis
     template = Template(like, target.budget)
     frozen = {name: _make_fragment(target, name, tp) for name in _list_frozen(target, like.value)}
     replaced: dict[str, Any] = {
-        **target.common(like.value, first=tp == dp == 0, dp=dp),
+        **target.common(like.value, first=tp == dp == 0, dp=dp, tp=tp),
         **target.arguments(template, like.value),
         **target.config(template, like.value),
         "module": _make_module(target, like.value, template, tp),
@@ -105,8 +126,7 @@ def _build_model(target: Target, like: PtFile, tp: int, dp: int, sub_groups: lis
     if not frozen and like.value.get("frozen_param_shapes") is None:  # DeepSpeed treats {} otherwise, see `model_files`
         replaced |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
     value = template.copy_except(like.value, replaced)
-    value.pop(autoep.FOLDING, None)  # stage 3 is written at tp=1
-    return value
+    return target.fold(value, dp, tp, "dense", param_families=autoep.list_families(value["module"]))
 
 
 def _list_frozen(target: Target, like: Mapping[str, Any]) -> tuple[str, ...]:
@@ -173,9 +193,10 @@ def _find_frozen_type(target: Target, name: str) -> str:
     return str(tensor.dtype)
 
 
-def _write_optimizers(target: Target, tp: int, sub_groups: list[list[tuple[str, ...]]]) -> None:
-    rank_copies: RankCopies[list[dict[str, Tensor]]] = RankCopies(target)
-    files: list[tuple[File, list[dict[str, Tensor]]]] = []
+def _write_optimizers(target: Target, tp: int, sub_groups: list[list[tuple[str, ...]]]) -> list[_RankPartitions]:
+    """Write the optimizer files of a tensor-parallel rank; return them in the order of the data-parallel ranks."""
+    rank_copies: RankCopies[list[dict[str, Tensor]]] = RankCopies(target, are_adjacent=True)
+    files: list[_RankPartitions] = []
     prefix = target.prefix
     for dp in range(target.topology.dp):
         like = (target.like(0, tp), target.like_dp(dp))
@@ -186,23 +207,17 @@ def _write_optimizers(target: Target, tp: int, sub_groups: list[list[tuple[str, 
         differs = dp if target.source.experts is not None else None
         sources = (differs, *_list_copied(target, like))
         files.append(rank_copies.add(names.optimizer_file(prefix, dp, tp), sources, make))
-    for at, names_ in enumerate(itertools.chain.from_iterable(sub_groups)):
-        count = _count_partitions(target, names_)
-        num_parts = target.topology.dp // count
-        for part in range(num_parts):
-            place = Place(num_parts, part, 0, 0, 0) if num_parts > 1 else Place(target.topology.tp, tp, 0, 0, 0)
-            _add_sub_group(target, place, names_, [(file, own[at]) for file, own in files[part::num_parts]])
+    return files
 
 
 def _add_sub_group(
     target: Target, place: Place, names_: tuple[str, ...], files: list[tuple[File, dict[str, Tensor]]]
 ) -> None:
     """Add the slots of a sub-group's parameters, which lie in the files of all ranks that share them."""
-    tp = 0 if place.tp != target.topology.tp else place.rank
-    slots, _ = flat.zero3_slots(target.elements(names_, tp), len(files))
+    slots, _ = flat.zero3_slots(target.elements(names_, place.rank), len(files))
     states = files[0][1]
     for state, tensor in states.items():
-        rank_tensors = _RankTensors(tensor.dtype, _locate([(file, own[state]) for file, own in files], tp))
+        rank_tensors = _RankTensors(tensor.dtype, _locate([(file, own[state]) for file, own in files], place.rank))
         for name, slot in zip(names_, slots, strict=True):
             _add_slots(target, place, state, target.params[name], rank_tensors, slot)
 
@@ -246,8 +261,7 @@ def _build_optimizer(
     if target.source.experts is not None:
         groups_ = [*itertools.chain.from_iterable(sub_groups)]
         stacked = target.source.experts.stacked
-        replaced["ds_zero_partition_groups"] = autoep.make_partition_groups(groups_, stacked, target.topology, dp)
+        replaced["ds_zero_partition_groups"] = autoep.make_partition_groups(groups_, stacked, target.topology, dp, tp)
     state = template.copy_except(convert_fields(target.kind, target.source, *like), replaced)
     value = build_optimizer_file(target, template, file.value, state)
-    value.pop(autoep.FOLDING, None)
-    return value, partitions
+    return target.fold(value, dp, tp, "zero_optimizer_state"), partitions
