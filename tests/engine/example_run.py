@@ -12,7 +12,9 @@ from reshard.topology import Topology
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gpt_deepspeed"
 
 
-def start(root, topology, *args, script="train.py", launcher=("-m", "elastic_trainer.launch"), **extra):
+def start(
+    root, topology, *args, script="train.py", launcher=("-m", "elastic_trainer.launch", "--preload", "torch"), **extra
+):
     """The example as the operator would start it, on one machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -15,7 +15,7 @@ from reshard.topology import Topology
 from tests.engine.rank_client import common_environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-OURS = (sys.executable, "-m", "elastic_trainer.launch")
+OURS = (sys.executable, "-m", "elastic_trainer.launch", "--preload", "torch")
 _LOSS = re.compile(r"step (\d+) loss (\S+)")
 _LIMIT_SECONDS = 300
 
@@ -95,14 +95,20 @@ class Pods:
 
     def ranks(self, node=0):
         """Processes of a pod's ranks, without workers of data loaders and helpers of launchers."""
-        found = {}
-        for child in psutil.Process(self.launchers[node].pid).children(recursive=True):
+        launcher = psutil.Process(self.launchers[node].pid)
+        found, forked = {}, []
+        for child in launcher.children(recursive=True):
             with contextlib.suppress(psutil.Error):
+                if child.cmdline() == launcher.cmdline():
+                    forked += [child] if child.ppid() == launcher.pid else []
+                    continue
                 rank = child.environ().get("RANK")
                 is_script = any(part.endswith(".py") and "examples" in part for part in child.cmdline())
                 if rank is not None and is_script:
                     found.setdefault(int(rank), child)
-        return found
+        # The kernel shows a forked rank with the environment of its launcher, which forks them in order.
+        forked.sort(key=lambda rank: rank.pid)
+        return found or {node * len(forked) + local: rank for local, rank in enumerate(forked)}
 
 
 def newest_commit(root):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from elastic_trainer.launch import rank_environments
+from elastic_trainer.launch import obstacle_to_forks, rank_environments
 
 
 def test_ranks_are_numbered_over_all_nodes():
@@ -20,13 +20,29 @@ def test_ranks_are_numbered_over_all_nodes():
     assert {(item["MASTER_ADDR"], item["MASTER_PORT"]) for item in found} == {("gpt-a1-0.gpt-a1", "29501")}
 
 
-def launch(tmp_path, code, *, num_local=2):
+PRELOADED = "--preload=shared"
+"""Loads the module beside the script, and forks the ranks."""
+
+
+def launch(tmp_path, code, *options, num_local=2, shared="", stderr=None):
+    (tmp_path / "shared.py").write_text(shared)
     script = tmp_path / "script.py"
     script.write_text("import os, sys, time\nrank = int(os.environ['RANK'])\n" + code)
-    command = [sys.executable, "-m", "elastic_trainer.launch", "--nproc", str(num_local), str(script)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ})
+    command = [sys.executable, "-m", "elastic_trainer.launch", "--nproc", str(num_local), *options, str(script)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ})
 
 
+def output(tmp_path, code, *options, **settings):
+    """Run to the end; return the lines of standard output and error, sorted."""
+    process = launch(tmp_path, code, *options, stderr=subprocess.STDOUT, **settings)
+    found, _ = process.communicate(timeout=60)
+    return process.returncode, sorted(found.splitlines())
+
+
+both_ways = pytest.mark.parametrize("options", [(), (PRELOADED,)], ids=["started", "forked"])
+
+
+@both_ways
 @pytest.mark.parametrize(
     ("code", "exit_code"),
     [
@@ -37,15 +53,78 @@ def launch(tmp_path, code, *, num_local=2):
         ("os.kill(os.getpid(), 9) if rank == 0 else time.sleep(3600)", 128 + signal.SIGKILL),
     ],
 )
-def test_the_exit_code_is_the_first_failures(tmp_path, code, exit_code):
-    process = launch(tmp_path, code)
+def test_the_exit_code_is_the_first_failures(tmp_path, code, exit_code, options):
+    process = launch(tmp_path, code, *options)
     process.communicate(timeout=60)
     assert process.returncode == exit_code
 
 
-def test_sigterm_reaches_every_rank(tmp_path):
-    process = launch(tmp_path, "os.write(1, b'up\\n'); time.sleep(3600)")
+@both_ways
+def test_sigterm_reaches_every_rank(tmp_path, options):
+    process = launch(tmp_path, "os.write(1, b'up\\n'); time.sleep(3600)", *options)
     assert [process.stdout.readline(), process.stdout.readline()] == ["up\n", "up\n"]
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)  # returns only when nobody holds the pipe any more
     assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_preloaded_module_is_imported_once_and_its_ranks_are_as_if_started(tmp_path):
+    code = """
+import multiprocessing, shared
+
+def double(number):
+    return 2 * number
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        doubled = pool.map(double, [rank])
+    same = [__file__ == sys.argv[0], sys.path[0] == os.path.dirname(__file__), shared.pid == os.getppid()]
+    os.write(1, f"{rank} {os.environ['LOCAL_RANK']} {sys.argv[1:]} {same} {doubled}\\n".encode())
+"""
+    shared = "import os\npid = os.getpid()\nif 'RANK' not in os.environ: print('imported')"
+    process = launch(tmp_path, code, PRELOADED, num_local=3, shared=shared)
+    found, _ = process.communicate(timeout=60)
+    expected = [f"{rank} {rank} [] [True, True, True] [{2 * rank}]" for rank in range(3)]
+    assert (process.returncode, sorted(found.splitlines())) == (0, [*expected, "imported"])
+
+
+def test_forked_ranks_draw_different_random_numbers(tmp_path):
+    code = "import random, numpy\nos.write(1, f'{random.random()}\\n{numpy.random.rand()}\\n'.encode())"
+    exit_code, lines = output(tmp_path, code, "--preload=numpy", "--preload=random")
+    assert (exit_code, len(set(lines))) == (0, 4), lines
+
+
+@pytest.mark.parametrize(
+    ("num_started", "open_files", "obstacle"),
+    [
+        (0, ["/dev/null", "/usr/lib/libcuda.so", "pipe:[7]"], ""),
+        (2, [], "the import started 2 thread(s)"),
+        (0, ["/dev/nvidiactl"], "the import opened /dev/nvidiactl"),
+        (0, ["/dev/kfd", "/dev/dri/renderD128"], "the import opened /dev/dri/renderD128"),
+    ],
+)
+def test_no_rank_is_forked_beside_threads_or_open_devices(num_started, open_files, obstacle):
+    assert obstacle_to_forks(num_started=num_started, open_files=open_files) == obstacle
+
+
+def test_ranks_are_started_if_a_preloaded_module_has_started_a_thread(tmp_path):
+    shared = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    exit_code, lines = output(tmp_path, "os.write(1, b'rank %d\\n' % rank)", PRELOADED, shared=shared)
+    note = "elastic_trainer.launch: every rank imports shared itself: the import started 1 thread(s)"
+    assert (exit_code, lines) == (0, [note, "rank 0", "rank 1"])
+
+
+def test_a_module_that_cannot_be_preloaded_is_named(tmp_path):
+    exit_code, lines = output(tmp_path, "print('rank', rank)", "--preload=shard")
+    assert exit_code == 1
+    expected = f"No module named 'shard': expected modules that {tmp_path}/script.py can import"
+    assert lines == [f"elastic_trainer.launch: --preload: {expected}"]
+
+
+def test_sigterm_during_the_import_starts_no_rank(tmp_path):
+    shared = "import os, time; os.write(1, b'importing\\n'); time.sleep(1)"
+    process = launch(tmp_path, "os.write(1, b'rank\\n')", PRELOADED, shared=shared)
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGTERM)
+    found, _ = process.communicate(timeout=60)
+    assert (process.returncode, found) == (128 + signal.SIGTERM, "")
