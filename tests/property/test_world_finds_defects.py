@@ -30,7 +30,7 @@ def launch_beside_running_pods(patch: pytest.MonkeyPatch) -> None:
             count()
             operator._create(dict(manifest))
 
-    patch.setattr(launch, "select_stale_pods", lambda context, status: ())
+    patch.setattr(launch, "select_running_pods", lambda context, status: ())
     patch.setattr(OperatorProcess, "_launch", create_at_once)
 
 

@@ -1,4 +1,4 @@
-"""Caches of nodes, and of the times at which the operator first saw what other machines report.
+"""Caches of nodes, of deleted pods, and of the times at which the operator first saw what other machines report.
 
 No age compares the clocks of two machines: it counts from when the operator saw a change. `store` holds the job
 resources, Jobs, pods and Leases.
@@ -6,6 +6,7 @@ resources, Jobs, pods and Leases.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -39,6 +40,9 @@ WIDESPREAD_NODES = 3
 
 REMOVAL_SECONDS = 600.0
 """Time for which a removed node counts as silent in the decision whether a failure is widespread."""
+
+KEPT_SECONDS = 15.0
+"""Time for which a deleted pod is kept: longer than `reassessment.PEER_SECONDS`, after which nothing asks for it."""
 
 _MISSED_SHARE, _MISSED_SECONDS = 0.25, 2.0
 """Share of a Lease's duration after which a kubelet renews it, and the least age that counts as a missed renewal."""
@@ -86,7 +90,7 @@ class RenewalCache:
             times["deleted_at"] = self.first_seen(f"{key}/deletion", deletion, now) + view.deletion_grace_seconds
         if view.scheduled_at is not None:
             times["scheduled_at"] = self.first_seen(f"{key}/scheduled", view.uid, now)
-        if view.phase == "Failed":
+        if view.has_failed:
             times["failed_at"] = self.first_seen(f"{key}/failed", view.uid, now)
         if view.disruption:
             times["disrupted_at"] = self.first_seen(f"{key}/disruption", f"{view.uid} {view.disruption}", now)
@@ -106,6 +110,38 @@ class RenewalCache:
 
 
 _SUFFIXES = ("", "/step", "/start", "/unschedulable", "/deletion", "/failed", "/disruption", "/scheduled", "/job")
+
+
+class DeletedPods:
+    """Pods that had failed and were deleted within the last KEPT_SECONDS: evidence of where a failure began.
+
+    The Job controller deletes the peers of a failed pod at once. The one that failed first may be among them if its
+    kubelet is slow to report, and it may be gone before the next pass lists the pods. Times are monotonic, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self._pods: dict[Key, dict[str, PodView]] = {}
+        self._deletions: collections.deque[tuple[float, Key, str]] = collections.deque()
+
+    def keep(self, key: Key, pod: PodView, now: float) -> None:
+        """Keep a deleted pod of a job if it had failed."""
+        self._drop_old(now)
+        if pod.has_failed:
+            self._pods.setdefault(key, {})[pod.uid] = pod
+            self._deletions.append((now, key, pod.uid))
+
+    def get(self, key: Key, now: float) -> tuple[PodView, ...]:
+        """Return the kept pods of a job, oldest deletion first."""
+        self._drop_old(now)
+        return tuple(self._pods.get(key, {}).values())
+
+    def _drop_old(self, now: float) -> None:
+        while self._deletions and now - self._deletions[0][0] > KEPT_SECONDS:
+            _, key, uid = self._deletions.popleft()
+            kept = self._pods.get(key, {})
+            kept.pop(uid, None)
+            if not kept:
+                self._pods.pop(key, None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

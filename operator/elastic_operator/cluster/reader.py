@@ -260,7 +260,9 @@ class ClusterReader:
         # Leases last: rank 0 reports on its Lease before it exits, so the report is there if the exit was seen.
         leases = await self._leases_of(key)
         jobs = select_own_jobs(all_jobs, record.job)
-        pods = select_own_pods(all_pods, key[1], {item.uid for item in jobs} | set(record.status.job_uids))
+        uids = {item.uid for item in jobs} | set(record.status.job_uids)
+        pods, there = select_own_pods(all_pods, key[1], uids), {pod.uid for pod in all_pods}
+        deleted_pods = tuple(pod for pod in self._store.deleted_pods(key) if pod.uid not in there)
         nodes = self._nodes.views()
         if not nodes and any(pod.node for pod in pods):
             raise NodesUnknownError("pods have nodes, but the list of nodes is empty, so nothing is decided")
@@ -272,6 +274,7 @@ class ClusterReader:
         world = Observation(
             nodes=self._nodes.views_for(resource, pods),
             pods=pods,
+            deleted_pods=select_own_pods(deleted_pods, key[1], uids),
             jobs=jobs,
             leases=select_own_leases(views, record.job),
             used=self._used_by_others(record, jobs, resource),

@@ -14,7 +14,7 @@ from elastic_operator.api.claim_path import Start
 from elastic_operator.api.spec import SpecError
 from elastic_operator.client.resources import JOB, LEASE, LIVE, NODE, POD, WORKLOAD, ResourceKind
 from elastic_operator.cluster import unreadable_objects
-from elastic_operator.cluster.caches import NodeCache, RenewalCache
+from elastic_operator.cluster.caches import DeletedPods, NodeCache, RenewalCache
 from elastic_operator.cluster.informer import Id, Informer
 from elastic_operator.cluster.watch_stream import Object, WatchedCollection, is_older_version
 from elastic_operator.observed.observation import (
@@ -72,6 +72,11 @@ class ObjectsByJob(Generic[_T]):
         views[meta["name"]] = view
         return True
 
+    def find(self, name: Id) -> _T | None:
+        """Return the view of one object, None if the object is unknown."""
+        key = self._owners.get(name)
+        return None if key is None else self._views[key].get(name[1])
+
     def drop(self, name: Id) -> Key | None:
         """Remove one object; return the job to which it belonged, or None if the object was unknown."""
         key = self._owners.pop(name, None)
@@ -120,6 +125,7 @@ class ClusterStore:
         self._pending_starts: dict[Key, tuple[str, Start]] = {}
         self.has_listed_resources = False
         self._pods: ObjectsByJob[PodView] = ObjectsByJob(lambda pod: self._renewals.date_pod(pod, time.time()))
+        self._deleted_pods = DeletedPods()
         self._jobs: ObjectsByJob[JobView] = ObjectsByJob(lambda job: self._renewals.date_job(job, time.time()))
         self._leases: ObjectsByJob[LeaseView] = ObjectsByJob(self._lease_view)
         self._workloads: ObjectsByJob[WorkloadView] = ObjectsByJob(workload_view)
@@ -299,6 +305,10 @@ class ClusterStore:
         """Return the stored records of all jobs in a namespace."""
         return [record for key, record in self._records.items() if key[0] == namespace and record is not None]
 
+    def deleted_pods(self, key: Key) -> tuple[PodView, ...]:
+        """Return pods with a job's label that had failed and were deleted a short while ago."""
+        return self._deleted_pods.get(key, time.monotonic())
+
     def live_record(self, key: Key) -> Record | None:
         """Return the stored record of a job; None if it is unknown or the watches are not live."""
         return self.last_record(key) if self.is_live else None
@@ -319,6 +329,7 @@ class ClusterStore:
         return Observation(
             nodes=self._nodes.views_for(resource, pods),
             pods=pods,
+            deleted_pods=select_own_pods(self.deleted_pods(key), key[1], uids),
             jobs=jobs,
             leases=select_own_leases(self._leases.get(key), record.job),
             used=self.pod_usage.by_others(uids, resource),
@@ -357,7 +368,10 @@ class ClusterStore:
     def _drop_pod(self, pod: Id) -> None:
         self.pod_usage.drop(pod, ours=True)
         self._renewals.forget(*pod)
-        self._wake(self._pods.drop(pod))
+        view, key = self._pods.find(pod), self._pods.drop(pod)
+        if view is not None and key is not None:
+            self._deleted_pods.keep(key, view, time.monotonic())
+        self._wake(key)
 
     def _put_lease(self, lease: Object) -> None:
         self._leases.put(lease)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
 from elastic_operator.observed.placement.pod_constraints import PodConstraints, count_pods
@@ -12,6 +12,9 @@ from elastic_operator.observed.placement.pod_resources import HOST_PORT, PODS
 
 VOLUMES = "persistent volumes"
 """Stands for a resource in `shortages`: the node does not reach the volumes of the pods."""
+
+NOT_OFFERED = "no node offers"
+"""Start of the clause that `Capacity.describe_supply` returns if no node has such accelerators."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +43,19 @@ class Pool:
         total: number of their free accelerators.
         shortages: resource that a node lacks for a pod (or `VOLUMES`), by name of the node; these nodes are not in
             `nodes`.
+        taking: nodes that take the pods as far as conditions, taints and the template say, with or without free
+            accelerators; None if that is not known.
     """
 
-    def __init__(self, nodes: Iterable[NodeCapacity] = (), shortages: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        nodes: Iterable[NodeCapacity] = (),
+        shortages: Mapping[str, str] = MappingProxyType({}),
+        taking: Collection[str] | None = None,
+    ) -> None:
         self.nodes = {node.name: node for node in nodes}
         self.shortages = shortages
+        self.taking = taking
         self.total = sum(node.free for node in self.nodes.values())
         self._alike = [
             (NodeCapacity(name="", free=free, room=room), count)
@@ -59,6 +70,22 @@ class Pool:
 
 
 NO_POOL = Pool()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Supply:
+    """Number of nodes that offer the accelerators, and of those that the job cannot use.
+
+    Attributes:
+        num_nodes: nodes that offer them.
+        num_avoided: those of them that are lost, suspect or excluded.
+        num_barred: others that do not take the pods: not Ready, cordoned, tainted, or not what the template selects.
+    """
+
+    resource: str
+    num_nodes: int
+    num_avoided: int = 0
+    num_barred: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +125,7 @@ class Capacity:
         shortages: resource that a node lacks for a pod, of the nodes that are counted for this job alone.
         volumes: clause that says from where the volumes of the job can be reached; empty if from everywhere.
         placement: rules about the pods of the job; None if there are none. With it, `pool` is empty.
+        supply: nodes that offer the accelerators, usable or not; None if they were not counted.
     """
 
     nodes: tuple[NodeCapacity, ...] = ()
@@ -110,6 +138,7 @@ class Capacity:
     shortages: Mapping[str, str] = dataclasses.field(default_factory=dict)
     volumes: str = ""
     placement: PlacementRules | None = None
+    supply: Supply | None = None
 
     def sorted_nodes(self) -> tuple[NodeCapacity, ...]:
         """Return all usable nodes in planning order (see `sort_nodes`)."""
@@ -137,10 +166,32 @@ class Capacity:
             count = min(count, self.max_nodes)
         return count if self.max_accelerators is None else min(count, max(0, self.max_accelerators) // per_node)
 
+    @property
+    def _num_nodes(self) -> int:
+        return len(self.pool.nodes) - sum(name in self.pool.nodes for name in self.without) + len(self.nodes)
+
+    def describe_supply(self) -> str:
+        """Return a clause that says which nodes offer the accelerators, and why the job cannot use the others."""
+        if self.supply is None:
+            return ""
+        supply = self.supply
+        if not supply.num_nodes:
+            return f"{NOT_OFFERED} {supply.resource}"
+        shared = self.pool.shortages
+        lacking = len(shared) - sum(name in shared for name in self.without) + len(self.shortages)
+        held = supply.num_nodes - supply.num_avoided - supply.num_barred - lacking - self._num_nodes
+        parts = (
+            (supply.num_avoided, "lost, suspect or excluded"),
+            (supply.num_barred, "not Ready, cordoned, tainted or not selected by the template"),
+            (held, "without a healthy accelerator that is free"),
+        )
+        texts = [f"{count} {text}" for count, text in parts if count > 0]
+        return f"of {supply.num_nodes} nodes that offer {supply.resource}: {', '.join(texts)}" if texts else ""
+
     def __str__(self) -> str:
         barred = [self.pool.nodes[name].free for name in self.without if name in self.pool.nodes]
         total = self.pool.total - sum(barred) + sum(node.free for node in self.nodes)
-        count = len(self.pool.nodes) - len(barred) + len(self.nodes)
+        count = self._num_nodes
         quota = "" if self.max_accelerators is None else f", quota {self.max_accelerators}"
         quota += "" if self.max_nodes is None else f", admitted for {self.max_nodes} nodes"
         quota += "" if self.num_placed is None else f", {self.overcount} pods fewer than fit by the operator's count"

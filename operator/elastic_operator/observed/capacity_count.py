@@ -6,7 +6,14 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from elastic_operator.observed.capacity import VOLUMES, Capacity, NodeCapacity, PlacementRules, sort_nodes
+from elastic_operator.observed.capacity import (
+    VOLUMES,
+    Capacity,
+    NodeCapacity,
+    PlacementRules,
+    Supply,
+    sort_nodes,
+)
 from elastic_operator.observed.node_pool import NodePool
 from elastic_operator.observed.observation import WORKER, Observation
 from elastic_operator.observed.placement.pod_constraints import NO_CONSTRAINTS, PodConstraints, list_domains
@@ -63,6 +70,33 @@ def count_capacity(
         rules: what else decides where the pods fit.
     """
     pod = template.get("spec") or {}
+    capacity = _count_usable(world, resource, pod, avoid, rules)
+    return dataclasses.replace(capacity, supply=_count_supply(world, resource, pod, avoid, capacity.pool.taking))
+
+
+def _count_supply(
+    world: Observation,
+    resource: str,
+    pod: Mapping[str, Any],
+    avoid: Collection[str],
+    taking: Collection[str] | None,
+) -> Supply:
+    """Count the nodes that offer the accelerators; `taking` are those that take the pods, None if not known."""
+    nodes = world.nodes
+    offering: Collection[str] = nodes.keys()
+    if taking is None:
+        offering = {
+            name for name, item in nodes.items() if item.allocatable.get(resource) or item.capacity.get(resource)
+        }
+        taking = {name for name in offering if is_schedulable(nodes[name], pod)}
+    avoided = [name for name in set(avoid) if name in offering]
+    barred = len(offering) - len(taking) - sum(name not in taking for name in avoided)
+    return Supply(resource=resource, num_nodes=len(offering), num_avoided=len(avoided), num_barred=barred)
+
+
+def _count_usable(
+    world: Observation, resource: str, pod: Mapping[str, Any], avoid: Collection[str], rules: PodRules
+) -> Capacity:
     nodes, used = world.nodes, world.used
     if rules.constraints:
         return _count_with_constraints(world, resource, pod, avoid, rules)

@@ -99,7 +99,7 @@ class NodePool(Mapping[str, NodeView]):
                 nodes.append(NodeCapacity(name=name, free=remaining, room=min(room, max_pods)))
             else:
                 shortages[name] = scarcest
-        return Pool(nodes, shortages)
+        return Pool(nodes, shortages, offer.counts.keys())
 
     def _offered(self, template: str, pod: Mapping[str, Any], claims: Sequence[ClaimView]) -> _Offer:
         if template not in self._offers:

@@ -101,7 +101,7 @@ class PodView:
     Attributes:
         requests: accelerators requested, by resource name.
         scheduled_at: when the operator first saw that the scheduler had bound it to its node.
-        failed_at: when the operator first saw that the pod has failed.
+        failed_at: when the operator first saw that the pod had failed (`has_failed`).
         exit_code: of the first container, once it has terminated.
         termination_message: of the first container.
         deletion_grace_seconds: grace period of the deletion, which `deleted_at` includes.
@@ -153,6 +153,11 @@ class PodView:
     def terminal(self) -> bool:
         """True if no container of the pod runs any more."""
         return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the training container has failed; a kubelet reports its exit code before the phase of the pod."""
+        return self.phase == "Failed" or self.exit_code not in (None, 0)
 
     @property
     def leave_by(self) -> float | None:
@@ -292,6 +297,7 @@ class Observation:
 
     Attributes:
         nodes: all nodes that offer the accelerator or run a pod of the job.
+        deleted_pods: pods that had failed and were deleted a short while ago, as they were seen last.
         used: accelerators on each node that are held by pods of other owners.
         capacity_fresh: True if `used` was read in this pass; `decide` makes no plan from an older value.
         pod_diagnosis: why an attempt has no running pods; None if no component reported a reason.
@@ -307,6 +313,7 @@ class Observation:
 
     nodes: Mapping[str, NodeView] = dataclasses.field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
+    deleted_pods: tuple[PodView, ...] = ()
     jobs: tuple[JobView, ...] = ()
     leases: Mapping[int, LeaseView] = dataclasses.field(default_factory=dict)
     used: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -324,6 +331,11 @@ class Observation:
     def workers(self, attempt: int) -> tuple[PodView, ...]:
         """Return the training pods of one attempt."""
         return tuple(pod for pod in self.pods if pod.role == WORKER and pod.attempt == attempt)
+
+    def workers_ever(self, attempt: int) -> tuple[PodView, ...]:
+        """Return the training pods of one attempt, and those that had failed before they were deleted lately."""
+        deleted = (pod for pod in self.deleted_pods if pod.role == WORKER and pod.attempt == attempt)
+        return (*self.workers(attempt), *deleted)
 
     def job(self, attempt: int, role: str = WORKER) -> JobView | None:
         """Return the Job of one attempt, or None."""
@@ -452,22 +464,6 @@ def controller_of(meta: Mapping[str, Any], kind: str = "") -> Mapping[str, Any]:
 def attempt_of(meta: Mapping[str, Any]) -> int:
     """Return the attempt number in the labels of an object, 0 if there is none."""
     return _parse_whole_number((meta.get("labels") or {}).get(Label.ATTEMPT)) or 0
-
-
-def is_placed(pod: Mapping[str, Any]) -> bool:
-    """Return whether the scheduler has bound a pod to its node, or the kubelet has admitted it.
-
-    The creator of a pod may write any `spec.nodeName`, so that field proves nothing. The binding and the kubelet set
-    the condition PodScheduled. A pod without this condition holds no devices yet; a pod that the kubelet rejects never
-    holds any.
-    """
-    spec, status = pod.get("spec") or {}, pod.get("status") or {}
-    if not spec.get("nodeName") or status.get("phase") in ("Succeeded", "Failed"):
-        return False
-    scheduled = any(
-        item.get("type") == "PodScheduled" and item.get("status") == "True" for item in status.get("conditions") or ()
-    )
-    return scheduled or status.get("phase") == "Running"
 
 
 def _shorten(text: str) -> str:

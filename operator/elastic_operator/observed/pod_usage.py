@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from elastic_operator.observed.observation import controller_of, is_placed
+from elastic_operator.observed.observation import controller_of
 from elastic_operator.observed.placement.pod_resources import PODS, pod_requests
 from reshard.contract import Label
 
@@ -138,10 +138,26 @@ def _add_to_count(counts: dict[str, int], node: str, by: int) -> None:
 
 def _parse_claim(pod: Mapping[str, Any]) -> _Claim | None:
     """Return what a pod holds; None if the scheduler has not placed it."""
-    if not is_placed(pod):
+    if not _is_placed(pod):
         return None
     spec, meta = pod["spec"], pod["metadata"]
     requests = {**pod_requests(spec), PODS: 1}
     is_labelled = bool((meta.get("labels") or {}).get(Label.JOB))
     owner = controller_of(meta, "Job").get("uid", "")
     return spec["nodeName"], owner, is_labelled, requests
+
+
+def _is_placed(pod: Mapping[str, Any]) -> bool:
+    """Return whether the scheduler has bound a pod to its node, or the kubelet has admitted it.
+
+    The creator of a pod may write any `spec.nodeName`, so that field proves nothing. The binding and the kubelet set
+    the condition PodScheduled. A pod without this condition holds no devices yet; a pod that the kubelet rejects never
+    holds any.
+    """
+    spec, status = pod.get("spec") or {}, pod.get("status") or {}
+    if not spec.get("nodeName") or status.get("phase") in ("Succeeded", "Failed"):
+        return False
+    scheduled = any(
+        item.get("type") == "PodScheduled" and item.get("status") == "True" for item in status.get("conditions") or ()
+    )
+    return scheduled or status.get("phase") == "Running"

@@ -302,7 +302,8 @@ def _summarize(capacity: Capacity, candidates: tuple[Candidate, ...], rejected: 
     if not candidates:
         reasons = "; ".join(f"{item.subject}: {item.reason}" for item in rejected[:3])
         rest = f"; and {len(rejected) - 3} more" if len(rejected) > 3 else ""
-        return f"Nothing can run on {capacity}: {reasons}{rest}."
+        supply = capacity.describe_supply()
+        return f"Nothing can run on {capacity}{f' ({supply})' if supply else ''}: {reasons}{rest}."
     others = len(candidates) - 1
     return f"{candidates[0]}: best of {others + 1} that can run on {capacity}."
 

@@ -158,7 +158,7 @@ def describe_start(resource: Mapping[str, Any], status: Status) -> str:
 def _suspend(cluster: Cluster, resource: Mapping[str, Any], status: Status, *, suspend: bool) -> SteerResult:
     name, verb = resource["metadata"]["name"], "suspend" if suspend else "resume"
     if bool(resource["spec"].get("suspend")) == suspend:
-        text = f"{name} is {'suspended' if suspend else 'not suspended'} already (phase {status.phase})"
+        text = f"{name} is {'already' if suspend else 'not'} suspended (phase {status.phase}): nothing to do"
         return _result(resource, status, verb, text, changed=False)
     cluster.patch(name, {"spec": {"suspend": suspend}})
     effect = "commits, exits and gives its nodes back" if suspend else "goes on from its newest commit"

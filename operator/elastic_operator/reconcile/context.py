@@ -271,6 +271,16 @@ def select_stale_pods(context: Context, status: Status) -> tuple[PodView, ...]:
     return tuple(pod for pod in context.world.pods if pod.role == "worker" and pod.attempt != keep)
 
 
+def select_running_pods(context: Context, status: Status) -> tuple[PodView, ...]:
+    """Return the pods of stopped attempts that still run, as far as that can be known and changed.
+
+    A pod on a lost node, or one that does not end, would hold the next attempt and its quota for ever.
+    """
+    lost, stuck = find_lost_nodes(context, status), select_stuck_pods(context, status)
+    stale = select_stale_pods(context, status)
+    return tuple(pod for pod in stale if not pod.terminal and pod.node not in lost and pod not in stuck)
+
+
 def select_stuck_pods(context: Context, status: Status) -> tuple[PodView, ...]:
     """Return the pods of stopped attempts that do not end, although the kubelets of their nodes answer.
 

@@ -21,7 +21,7 @@ from elastic_operator.observed.observation import Observation
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile import goodput, launch, next_attempt, progress, recovery, running, user_requests
 from elastic_operator.reconcile.actions import Decision, Event
-from elastic_operator.reconcile.context import Context, select_stale_pods
+from elastic_operator.reconcile.context import Context, select_running_pods, select_stale_pods
 from elastic_operator.reconcile.failures import reassessment
 from elastic_operator.reconcile.failures.budgets import find_backoff
 from elastic_operator.reconcile.failures.pinned_topology import lift_pin_after_edit
@@ -164,9 +164,10 @@ def _take_step(context: Context, status: Status) -> Status | None:
     if not standing.may_run:
         return pause_without_quota(context, status, standing)
     current = status.current
-    if current is None and find_backoff(context, status) is not None:
-        return status
     if current is None:
+        status = recovery.record_stop(context, status, select_running_pods(context, status))
+        if find_backoff(context, status) is not None:
+            return status
         queued = dataclasses.replace(status, queue_time=status.queue_time or Time(context.now))
         return next_attempt.plan_next(context, queued) if context.world.capacity_fresh else None
     if current.launch_time is None:

@@ -42,7 +42,7 @@ from elastic_operator.reconcile.context import (
     find_lost_nodes,
     find_suspect_nodes,
     list_avoided_nodes,
-    select_stale_pods,
+    select_running_pods,
     select_stuck_pods,
 )
 from elastic_operator.reconcile.effective_spec import describe_edit
@@ -72,19 +72,12 @@ def prepare(context: Context, status: Status, current: Current) -> Status:
         if status.current is None or status.terminal:
             return status
         current = status.current
-    lost = find_lost_nodes(context, status)
-    stuck = select_stuck_pods(context, status)
-    running = [
-        pod
-        for pod in select_stale_pods(context, status)
-        if not pod.terminal and pod.node not in lost and pod not in stuck
-    ]
+    running = select_running_pods(context, status)
     open_recovery = bool(status.recoveries) and status.recoveries[-1].to_attempt == status.attempt
-    if not running and open_recovery and status.recoveries[-1].stop_time is None:
-        status = edit_last_recovery(status, stop_time=Time(context.now))
+    status = recovery.record_stop(context, status, running)
     # A pod without a node is only deleted; its Job, while it exists, could create another one.
     # A Job that somebody deletes in the foreground creates none any more, but stays as long as its stuck pod.
-    dying = {pod.attempt for pod in stuck}
+    dying = {pod.attempt for pod in select_stuck_pods(context, status)}
     jobs = [
         job
         for job in context.world.jobs

@@ -16,6 +16,7 @@ from elastic_operator.api.status import (
     short,
 )
 from elastic_operator.observed import commit_history
+from elastic_operator.observed.observation import PodView
 from elastic_operator.reconcile import goodput, reshard_mode
 from elastic_operator.reconcile.context import Context
 from elastic_operator.reconcile.failures import charges, node_exclusions, reassessment
@@ -111,6 +112,20 @@ def _find_out_of_memory(context: Context, status: Status) -> str:
         if killed
         else ""
     )
+
+
+def record_stop(context: Context, status: Status, running: Collection[PodView]) -> Status:
+    """Record in an open recovery that no pod of the stopped attempt runs any more, for instance during a back-off.
+
+    Args:
+        context: inputs of the decision.
+        status: status of the job.
+        running: result of `select_running_pods`.
+    """
+    last = status.recoveries[-1] if status.recoveries else None
+    if running or last is None or last.stop_time is not None or last.to_attempt not in (0, status.attempt):
+        return status
+    return edit_last_recovery(status, stop_time=Time(context.now))
 
 
 def record_pause(context: Context, status: Status, cause: str, message: str) -> Status:

@@ -154,7 +154,7 @@ def _handle_failure(context: Context, status: Status, verdict: Verdict, failure:
         cause, message = Kind.UNSCHEDULABLE, f"{waiting[0].message}; {failure.message}"
         fault = faults.UNKNOWN
     else:
-        pods = context.world.workers(status.attempt)
+        pods = context.world.workers_ever(status.attempt)
         cause, (message, fault) = failure.kind, faults.find_fault(context, pods, failure)
     if cause is Kind.UNSCHEDULABLE and status.current is not None:
         status = _follow_scheduler(context, status, status.current, message)

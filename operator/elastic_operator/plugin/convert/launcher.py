@@ -20,10 +20,10 @@ that of elastic_trainer.launch.
 
 _KEPT = {
     "duplicate-stderr-filters", "duplicate-stdout-filters", "event-log-handler", "local-ranks-filter", "log-dir",
-    "log-line-prefix-template", "logs-specs", "monitor-interval", "numa-binding", "r", "redirects", "role",
+    "log-line-prefix-template", "logs-specs", "monitor-interval", "numa-binding", "preload", "r", "redirects", "role",
     "shutdown-timeout", "signals-to-handle", "start-method", "t", "tee",
 }  # fmt: skip
-"""Options with a value that stay."""
+"""Options with a value that stay; `preload` is that of elastic_trainer.launch."""
 
 _KEPT_FLAGS = {"m", "module", "no-python", "run-path", "use-env", "virtual-local-rank"}
 _FLAGS_OF_THE_OPERATOR = {"standalone"}

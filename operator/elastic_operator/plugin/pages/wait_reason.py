@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from elastic_operator.api.conditions import Type, find
 from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Phase, Status
+from elastic_operator.observed.capacity import NOT_OFFERED
 from elastic_operator.observed.pod_diagnosis import LAUNCH_REFUSED, POD_STUCK, PODS_REFUSED
 from elastic_operator.observed.signal_kinds import Kind
 from elastic_operator.plugin.pages.job_source import JobSource
@@ -26,6 +27,12 @@ _ADVICE: Mapping[str, str] = {
     Kind.UNSCHEDULABLE: "the pods wait; `kubectl describe pod` has the scheduler's reasons: the claim, memory, taints",
 }
 """Advice to the user about an attempt that does not start, by the reason of its phase."""
+
+
+_RESOURCE_ADVICE = (
+    "does the device plugin run, and is spec.accelerator.resource what the nodes offer (`kubectl describe nodes`)?"
+)
+"""Advice to the user about a job that waits for accelerators that no node offers."""
 
 
 _RESHARD_ADVICE: Mapping[str, str] = {
@@ -110,7 +117,9 @@ def _explain_phase(name: str, spec: Spec | None, status: Status, now: float) -> 
             return Waiting(
                 doing=status.message,
                 waits_for="nodes or accelerators; it goes on by itself as soon as a topology fits",
-                advice=f"`kubectl etj plan {name} --add 1` shows what more nodes would change",
+                advice=_RESOURCE_ADVICE
+                if NOT_OFFERED in status.message
+                else f"`kubectl etj plan {name} --add 1` shows what more nodes would change",
             )
         case Phase.SUSPENDED:
             return Waiting(doing="nothing runs", waits_for=f"`kubectl etj resume {name}`")
@@ -124,7 +133,7 @@ def _explain_phase(name: str, spec: Spec | None, status: Status, now: float) -> 
             )
             return Waiting(doing=status.message, advice=advice)
         case Phase.PENDING if status.reason == "Backoff":
-            advice = "a corrected spec.template ends the wait"
+            advice = f"`kubectl etj logs {name}` shows why; a corrected spec.template ends the wait"
             return Waiting(doing=status.message, waits_for="the end of the pause after failures", advice=advice)
         case _:
             return Waiting(doing=status.message or "waiting for a plan", waits_for="the operator")

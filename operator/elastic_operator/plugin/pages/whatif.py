@@ -34,13 +34,13 @@ class Change:
 
 
 def parse_lose(items: Iterable[str]) -> dict[str, int | None]:
-    """Parse `gpu-1` (the whole node) and `gpu-1:2` (two of its accelerators).
+    """Parse `gpu-1` (the whole node) and `gpu-1:2` (two of its accelerators), each alone or joined by commas.
 
     Raises:
         ValueError: an item has another form.
     """
     lose: dict[str, int | None] = {}
-    for item in items:
+    for item in (part for text in items for part in text.split(",")):
         name, colon, text = item.partition(":")
         if not name or (colon and not (text.isdigit() and int(text))):
             raise ValueError(f"{item!r}: expected NODE, or NODE:GPUS with a whole number above 0")

@@ -33,7 +33,7 @@ _OF_STOPPED_PODS = (
 
 def select_own_failures(pods: Collection[PodView]) -> tuple[PodView, ...]:
     """Return the pods that failed by themselves, lowest index first: not because someone asked them to stop."""
-    failed = sorted((pod for pod in pods if pod.phase == "Failed"), key=lambda pod: (pod.index or 0, pod.name))
+    failed = sorted((pod for pod in pods if pod.has_failed), key=lambda pod: (pod.index or 0, pod.name))
     return tuple(pod for pod in failed if pod.exit_code not in _OF_STOPPED_PODS or not _had_to_stop(pod))
 
 

@@ -59,7 +59,7 @@ def find_pod_fault(context: Context, pods: Collection[PodView], failure: Signal)
     """Return the message and the first sign of a failure of pods; the arguments are those of `find_fault`."""
     failed = exit_codes.select_own_failures(pods)
     # Pods that had to stop are no node's fault, but a rule may name their exit code.
-    first = exit_codes.find_first_failed(failed) or tuple(pod for pod in pods if pod.phase == "Failed")
+    first = exit_codes.find_first_failed(failed) or tuple(pod for pod in pods if pod.has_failed)
     if not first:
         return failure.message, UNKNOWN
     action, rule = exit_codes.choose_action(context.spec.recovery.pod_failure_policy, first, failed)
@@ -72,7 +72,9 @@ def find_pod_fault(context: Context, pods: Collection[PodView], failure: Signal)
         failed_pods=len(failed),
     )
     is_named = failure.kind is Kind.POD_FAILED
-    message = detect_pod_signals(first[0], context.now)[0].message if is_named else failure.message
+    # The phase follows the exit code.
+    ended = dataclasses.replace(first[0], phase="Failed")
+    message = detect_pod_signals(ended, context.now)[0].message if is_named else failure.message
     return f"{message}; {rule}" if rule else message, fault
 
 

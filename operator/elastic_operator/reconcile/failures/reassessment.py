@@ -78,7 +78,7 @@ def _blame_nodes(context: Context, status: Status, last: Recovery, nodes: Collec
 def _blame_pods(context: Context, status: Status, last: Recovery) -> Status:
     """Find the first failed pod anew if more pods have failed by themselves since; those that are gone are no news."""
     failure = Signal(kind=Kind(last.cause), since=context.now, message=last.message)
-    message, fault = find_pod_fault(context, context.world.workers(last.from_attempt), failure)
+    message, fault = find_pod_fault(context, context.world.workers_ever(last.from_attempt), failure)
     if fault.failed_pods <= last.failed_pods:
         return status
     status = edit_last_recovery(status, failed_pods=fault.failed_pods)

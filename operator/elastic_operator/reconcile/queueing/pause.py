@@ -6,9 +6,8 @@ import dataclasses
 
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.status import Phase, Status, edit_last_recovery
-from elastic_operator.observed.observation import PodView
 from elastic_operator.reconcile import goodput, recovery, running
-from elastic_operator.reconcile.context import Context, find_lost_nodes, select_stale_pods, select_stuck_pods
+from elastic_operator.reconcile.context import Context, select_running_pods
 from elastic_operator.reconcile.queueing.standing import QUEUED, Standing, must_stop
 
 
@@ -31,13 +30,3 @@ def pause_without_quota(context: Context, status: Status, standing: Standing) ->
     if (status.phase, status.reason) != (Phase.WAITING, QUEUED):
         context.emit(QUEUED, standing.message)
     return dataclasses.replace(status, phase=Phase.WAITING, reason=QUEUED, message=standing.message)
-
-
-def select_running_pods(context: Context, status: Status) -> tuple[PodView, ...]:
-    """Return the training pods of stopped attempts that still use quota.
-
-    A pod on a lost node, or one that does not end, would hold the quota for ever; the launch ignores them too.
-    """
-    lost, stuck = find_lost_nodes(context, status), select_stuck_pods(context, status)
-    stale = select_stale_pods(context, status)
-    return tuple(pod for pod in stale if not pod.terminal and pod.node not in lost and pod not in stuck)

@@ -16,8 +16,7 @@ from elastic_operator.observed.queueing.workloads import QueueCondition, QueueVi
 from elastic_operator.planning import planner
 from elastic_operator.reconcile import running
 from elastic_operator.reconcile.actions import Action, Create, DeleteWorkload, PatchWorkload
-from elastic_operator.reconcile.context import Context, find_lost_nodes
-from elastic_operator.reconcile.queueing.pause import select_running_pods
+from elastic_operator.reconcile.context import Context, find_lost_nodes, select_running_pods
 from elastic_operator.reconcile.queueing.standing import find_mismatch
 from reshard.errors import TopologyError
 

@@ -164,3 +164,39 @@ def test_what_is_held_follows_every_change_of_a_pod() -> None:
     found.put(pod("p", "n1", phase="Failed"))
     found.put(pod("q", "n0", "gpt", 4, phase="Succeeded"))
     assert found.totals(GPU) == {}
+
+
+SUPPLIES = {
+    "nobody offers them": ([], {}, (), "no node offers amd.com/gpu"),
+    "all are there": ([node("a"), node("b")], {}, (), ""),
+    "of each kind": (
+        [
+            node("lost", ready="Unknown"),
+            node("excluded"),
+            node("cordoned", unschedulable=True),
+            node("tainted", taints=(Taint(key="team", value="a"),)),
+            node("full"),
+            node("sick", allocatable={GPU: 0}),
+            node("small", builtin={"cpu": 100}),
+            node("free"),
+        ],
+        {"spec": {"containers": [{"resources": {"requests": {"cpu": "2"}}}]}},
+        ("lost", "excluded", "gone"),
+        (
+            "of 8 nodes that offer amd.com/gpu: 2 lost, suspect or excluded, "
+            "2 not Ready, cordoned, tainted or not selected by the template, "
+            "2 without a healthy accelerator that is free"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("case", SUPPLIES)
+def test_a_plan_that_lacks_nodes_says_what_becomes_of_the_others(case: str, pooled: bool) -> None:
+    nodes, template, avoid, expected = SUPPLIES[case]
+    others = {} if pooled else {"without": NodeView(name="without", builtin={"cpu": 64000})}
+    table = {item.name: item for item in nodes} | others
+    used = usage(pod("train", "full"), pod("old", "lost")).by_others({"gpt"}, GPU)
+    world = Observation(nodes=NodePool(GPU, table) if pooled else table, used=used)
+    assert count_capacity(world, GPU, template, avoid).describe_supply() == expected

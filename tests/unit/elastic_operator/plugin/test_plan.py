@@ -202,6 +202,7 @@ def test_a_start_needs_no_time_to_stop_anything() -> None:
     [
         (["gpu-1"], {"gpu-1": None}),
         (["gpu-1:2", "gpu-2"], {"gpu-1": 2, "gpu-2": None}),
+        (["gpu-1:2,gpu-2", "gpu-3"], {"gpu-1": 2, "gpu-2": None, "gpu-3": None}),
         ([], {}),
     ],
 )
@@ -211,7 +212,7 @@ def test_what_is_lost_is_read_as_nodes_or_accelerators_of_nodes(
     assert parse_lose(items) == expected
 
 
-@pytest.mark.parametrize("item", ["gpu-1:", "gpu-1:x", "gpu-1:0", "gpu-1:-1", ":2", ""])
+@pytest.mark.parametrize("item", ["gpu-1:", "gpu-1:x", "gpu-1:0", "gpu-1:-1", ":2", "", "gpu-1,"])
 def test_a_loss_that_cannot_be_read_names_what_was_expected(item: str) -> None:
     with pytest.raises(ValueError, match="expected NODE, or NODE:GPUS"):
         parse_lose([item])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from elastic_operator.api.serialization import format_time, to_wire
+from elastic_operator.observed.capacity import Capacity, Supply
 from elastic_operator.plugin.pages.job_report import JobReport, make_report
 from elastic_operator.plugin.pages.listing import format_listing, make_entry
 from elastic_operator.plugin.pages.status_page import format_status
@@ -93,6 +94,9 @@ NOW = {
 }
 
 
+NO_NODES = Supply(resource="amd.com/gpu", num_nodes=0)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_happens_now_and_what_it_waits_for(stage: str) -> None:
     now = recorded(stage)[0].now
@@ -114,6 +118,18 @@ def test_a_waiting_job_tells_every_factor_and_how_to_ask_for_more() -> None:
     assert job.now.doing.startswith("Nothing can run on 0 free accelerators")
     assert "goes on by itself" in job.now.waits_for
     assert "kubectl etj plan gpt --add 1" in job.now.advice
+
+
+def test_a_job_whose_accelerators_no_node_offers_is_not_sent_to_add_nodes() -> None:
+    message = f"Nothing can run on 0 free accelerators on 0 nodes ({Capacity(supply=NO_NODES).describe_supply()})"
+    job, _ = recorded("suspended", phase="Waiting", message=message)
+    assert "does the device plugin run" in job.now.advice
+    assert "--add" not in job.now.advice
+
+
+def test_a_job_that_pauses_after_failures_says_where_to_look() -> None:
+    job, _ = recorded("suspended", phase="Pending", reason="Backoff", message="attempt 4 starts in 20 s")
+    assert job.now.advice == "`kubectl etj logs gpt` shows why; a corrected spec.template ends the wait"
 
 
 def test_a_job_of_another_controller_says_whose_it_is() -> None:

@@ -17,6 +17,7 @@ from elastic_operator.observed.failure_classes import CLASSES, Budget, classify_
 from elastic_operator.observed.observation import Observation
 from elastic_operator.observed.signal_kinds import KINDS, Weight
 from elastic_operator.reconcile.failures.budgets import backoff_seconds
+from elastic_operator.reconcile.goodput import measure_parts
 from reshard.contract import TrainerPhase
 from tests.pages import ROOT, rows, section
 from tests.unit.elastic_operator.reconcile.test_decide_phases import (
@@ -185,6 +186,18 @@ def test_a_wait_is_told_and_ends_in_time_or_with_an_edit_or_a_retry() -> None:
     assert look(still.status, empty(still.status), now=NOW + 15).status.attempt == 3
     template = {"spec": {"containers": [{"name": "train", "image": "corrected"}]}}
     assert look(still.status, empty(still.status), now=NOW + 7, template=template).status.attempt == 3
+
+
+def test_a_wait_before_the_next_attempt_is_not_taken_for_pods_that_do_not_end() -> None:
+    status = launch(look(settled(), failed_anywhere(settled())).status, NOW)
+    stopping = look(status, failed_anywhere(status), now=NOW + 5).status
+    assert stopping.recoveries[-1].stop_time is None
+    waiting = look(stopping, empty(stopping), now=NOW + 7).status
+    launched = launch(waiting, NOW + 7)
+    assert launched.current is not None
+    assert launched.current.plan_time == NOW + 15
+    parts = measure_parts(launched.recoveries[-1])
+    assert (parts["stop"], parts["plan"]) == (2, 8)
 
 
 def test_a_step_ends_the_wait_after_the_infrastructure_but_not_after_a_crash() -> None:

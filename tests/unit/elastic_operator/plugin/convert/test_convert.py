@@ -359,9 +359,9 @@ def test_the_global_batch_must_be_said() -> None:
         (["/usr/bin/torchrun"], ["--rdzv_endpoint=$(X):1", "--node-rank", "$(R)", "a.py"], "/usr/bin/torchrun a.py"),
         (["python", "train.py", "--nnodes=2"], [], "python train.py --nnodes=2"),
         (
-            ["python", "-m", "elastic_trainer.launch", "--nproc", "8", "a.py"],
+            ["python", "-m", "elastic_trainer.launch", "--preload", "torch", "--nproc", "8", "a.py"],
             [],
-            "python -m elastic_trainer.launch a.py",
+            "python -m elastic_trainer.launch --preload torch a.py",
         ),
         (
             ["python3", "-uB", "-X", "dev", "-m", "torch.distributed.run", "--nnodes=4", "a.py"],

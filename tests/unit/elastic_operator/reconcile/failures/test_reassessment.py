@@ -73,6 +73,19 @@ def test_a_pod_that_is_gone_takes_no_evidence_with_it() -> None:
     assert last(look(blamed.status, gone, now=NOW + 2)).blamed == "n3"
 
 
+@pytest.mark.parametrize("deleted", [False, True], ids=["still-there", "deleted-before-the-next-pass"])
+def test_a_pod_whose_exit_code_is_reported_before_its_phase_is_evidence(deleted: bool) -> None:
+    first, peer, killed = ended(End(code=1), End(code=1, seen=NOW + 1), End(code=139, seen=NOW + 1))
+    killed = dataclasses.replace(killed, phase="Running")
+    pods, gone = ((first, peer), (killed,)) if deleted else ((first, peer, killed), ())
+    later = dataclasses.replace(FIRST, pods=pods, deleted_pods=gone)
+    at_once = look(settled(), later, now=NOW + 1)
+    assert (last(at_once).blamed, last(at_once).exit_code) == ("n3", 139)
+    assert "pod gpt-a1-2 on node n3 failed with exit code 139" in last(at_once).message
+    corrected = look(look(settled(), FIRST).status, later, now=NOW + 1)
+    assert (last(corrected).blamed, last(corrected).exit_code) == ("n3", 139)
+
+
 def test_a_rule_fails_the_job_for_a_pod_that_is_seen_to_fail_later() -> None:
     before = look(settled(), FIRST, recovery=POLICY)
     assert before.status.restart_budget.used == 1
