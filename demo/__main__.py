@@ -14,7 +14,7 @@ from typing import Any
 from demo import manifests
 from demo.curves import Comparison, compare, read_points
 from demo.kube import DemoError, Kube, cluster, wait_for
-from demo.options import JOB, NAMESPACE, parse
+from demo.options import JOB, LAUNCH, NAMESPACE, parse
 from demo.picture import draw
 from demo.release import operator
 from demo.timeline import Timeline
@@ -144,7 +144,7 @@ def reference(options: argparse.Namespace, timeline: Timeline) -> None:
         "GLOO_SOCKET_IFNAME": "lo",
     }
     script = str(manifests.ROOT / "examples/gpt_deepspeed/train.py")
-    command = [sys.executable, "-m", "elastic_trainer.launch", "--nproc", str(topology.world_size), script]
+    command = [*LAUNCH, "--nproc", str(topology.world_size), script]
     with open(options.output / "reference.log", "wb") as log:
         code = subprocess.run(
             [*command, "--steps", str(options.steps)], env=environment, stdout=log, stderr=log, check=False

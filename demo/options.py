@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from testbed.providers import PROVIDERS
 
 NAMESPACE = "etj-demo"
+LAUNCH = (sys.executable, "-m", "elastic_trainer.launch", "--preload", "torch")
 JOB = "gpt"
 
 

@@ -12,7 +12,19 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from testbed import cgroups, components, controlplane, extensions, images, machine, nodes, oci, project, storage
+from testbed import (
+    cgroups,
+    components,
+    controlplane,
+    extensions,
+    images,
+    machine,
+    nodes,
+    oci,
+    project,
+    shellenv,
+    storage,
+)
 from testbed.dns import Api
 from testbed.errors import CannotRunHereError, TestbedError
 from testbed.paths import (
@@ -20,8 +32,8 @@ from testbed.paths import (
     CGROUP,
     CONTROL_PLANE,
     HOST_ADDRESS,
+    MACHINE_DIR,
     NODE_NETWORK_BITS,
-    cache_dir,
     kubeconfig,
     pod_network,
     run_dir,
@@ -85,9 +97,9 @@ def reserved() -> Iterator[None]:
     Raises:
         TestbedError: another run has reserved it.
     """
-    cache_dir().mkdir(parents=True, exist_ok=True)
+    MACHINE_DIR.mkdir(parents=True, exist_ok=True)
     text = "tests of process {} use the test bed, and remove it at their end: wait for them, or give --kubeconfig"
-    with _held(cache_dir() / "testbed-reservation", text):
+    with _held(MACHINE_DIR / "reservation", text):
         yield
 
 
@@ -103,6 +115,23 @@ def _held(path: Path, refusal: str) -> Iterator[None]:
         stream.write(str(os.getpid()))
         stream.flush()
         yield
+
+
+def refuse_others() -> None:
+    """Refuse to change a test bed that was started with another cache folder: this command would end its processes.
+
+    Raises:
+        TestbedError: such a test bed is up, and its cache folder is still there to remove it with.
+    """
+    try:
+        owner = Path((MACHINE_DIR / "owner").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    if cgroups.exists() and owner != state_dir().resolve() and owner.exists():
+        raise TestbedError(
+            f"a test bed of the cache folder {owner.parent} is up, and a machine has room for one: remove it with "
+            f"`ETJ_CACHE_DIR={owner.parent} python -m testbed down`, or give --kubeconfig"
+        )
 
 
 def up(
@@ -128,15 +157,18 @@ def up(
     with lock():
         kept = settings().get("wanted") == wanted and is_ready()
         if not kept:
+            refuse_others()
             _make(wanted, nodes.layout(num_gpu_nodes=num_gpu_nodes, gpus_per_node=gpus_per_node, resources=resources))
     if kept:
         ensure_images()
-    say(f"{'already ' if kept else ''}up: export KUBECONFIG={kubeconfig()}")
+    say(f"{'already ' if kept else ''}up; kubectl, helm and kubectl etj for this shell: {shellenv.command()}")
 
 
 def _make(wanted: dict[str, object], members: tuple[nodes.Node, ...]) -> None:
     """Remove what there is and bring a fresh cluster up."""
     remove_everything()
+    MACHINE_DIR.mkdir(parents=True, exist_ok=True)
+    (MACHINE_DIR / "owner").write_text(str(state_dir().resolve()), encoding="utf-8")
     components.ensure()
     images.write_all(state_dir() / "images")
     with project.lock():
@@ -225,8 +257,13 @@ def is_ready() -> bool:
 
 
 def down() -> None:
-    """Remove the cluster: processes, mounts, interfaces, routes, control groups, folders and settings."""
+    """Remove the cluster: processes, mounts, interfaces, routes, control groups, folders and settings.
+
+    Raises:
+        TestbedError: the cluster that is up belongs to another cache folder.
+    """
     with lock():
+        refuse_others()
         remove_everything()
     say("down")
 

@@ -13,6 +13,8 @@ HOST_ADDRESS = "10.99.0.254"
 NODE_NETWORK_BITS = 24
 SERVICE_NETWORK = "10.96.0.0/16"
 KUBERNETES_SERVICE_ADDRESS = "10.96.0.1"
+MACHINE_DIR = Path("/run/etj-testbed")
+"""Folder that all cache folders share: a machine has the names and addresses above only once."""
 
 
 def cache_dir() -> Path:

@@ -29,6 +29,15 @@ def exports(kubeconfig: Path) -> str:
     )
 
 
+def command(*arguments: str) -> str:
+    """Return the command with which a shell evaluates `exports`.
+
+    Args:
+        arguments: subcommands of `testbed` before `env`.
+    """
+    return f'eval "$({shlex.quote(sys.executable)} -m testbed {" ".join((*arguments, "env"))})"'
+
+
 def _linked(programs: dict[str, Path]) -> Path:
     """A folder with these programs alone: the one that they come from also holds a kubelet and a container runtime."""
     folder = cache_dir() / "shell"

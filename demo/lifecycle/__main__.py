@@ -20,6 +20,7 @@ from typing import Any
 
 from demo.curves import Point, read_points
 from demo.lifecycle.picture import Evaluation, Stage, draw
+from demo.options import LAUNCH
 from elastic_trainer.retention import find_commits
 from reshard.topology import Topology
 
@@ -189,14 +190,7 @@ class Story:
             "MASTER_PORT": port,
             **environment,
         }
-        words = [
-            sys.executable,
-            "-m",
-            "elastic_trainer.launch",
-            "--nproc",
-            str(Topology.parse(topology).world_size),
-            *command,
-        ]
+        words = [*LAUNCH, "--nproc", str(Topology.parse(topology).world_size), *command]
         return Process(words, self._root / "processes.log", settings)
 
     def _reshard(self, source: Path, target: Path, *arguments: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from testbed import cgroups, extensions, images, podenv, project
+from testbed import cgroups, extensions, images, podenv, project, shellenv
 from testbed import cluster as testbed
 from testbed.errors import TestbedError
 from testbed.kind import build, devices, engine
@@ -46,7 +46,7 @@ class KindCluster:
             if _settings().get("size") == _plain(size) and self._is_on():
                 self.load_images()
                 _wait_ready(size)
-                say(f"already up: export KUBECONFIG={kubeconfig()}")
+                say(f"already up; kubectl, helm and kubectl etj for this shell: {shellenv.command('kind')}")
                 return
             _remove()
             _make(size)
@@ -54,7 +54,7 @@ class KindCluster:
             kubectl = Kubectl(kubeconfig())
             kubectl.apply(devices.daemon_set(size.resources, size.gpus_per_node))
             _wait_ready(size)
-        say(f"up: export KUBECONFIG={kubeconfig()}")
+        say(f"up; kubectl, helm and kubectl etj for this shell: {shellenv.command('kind')}")
 
     def down(self) -> None:
         """Remove the cluster, and the Docker daemon if it is our own."""

@@ -89,11 +89,12 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         yield Cluster(kubeconfig=Path(given), is_testbed=False)
         return
     keep = bool(os.environ.get("ETJ_KEEP_TESTBED"))
+    try:
+        bed.check_machine()
+    except CannotRunHereError as error:
+        _unavailable(str(error))
     with bed.reserved(), extensions.guard_locks():
-        try:
-            bed.up()
-        except CannotRunHereError as error:
-            _unavailable(str(error))
+        bed.up()
         try:
             yield Cluster(kubeconfig=testbed_kubeconfig(), is_testbed=True)
         finally:

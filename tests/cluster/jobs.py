@@ -15,11 +15,10 @@ from testbed import podenv
 LIGHT = ["python", "tests/cluster/light_trainer.py"]
 """A training without a model: see there for its arguments."""
 _AT_ONCE = ("--grace-period=0", "--force", "--wait=false")
+LAUNCH = ("python", "-m", "elastic_trainer.launch", "--preload", "torch")
+GPT_AT_FULL_SPEED = [*LAUNCH, "examples/gpt_deepspeed/train.py"]
 # At full speed, three ranks would take both processors from all that is tested.
-GPT = [
-    *("python", "-m", "elastic_trainer.launch", "examples/gpt_deepspeed/train.py"),
-    *("--save-every", "5", "--step-delay", "0.4"),
-]
+GPT = [*GPT_AT_FULL_SPEED, "--save-every", "5", "--step-delay", "0.4"]
 
 
 def free_port() -> int:

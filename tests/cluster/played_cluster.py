@@ -341,7 +341,6 @@ class PlayedCluster:
             await self._report(name, uid, {LeaseKey.OWNER_ERROR: str(error)})
             await self._exit(pods, TrainerExit.NOT_OWNER)
             return
-        self._trained.add(uid)
         changes: dict[str, str] = {}
         if commit is not None:
             changes = {LeaseKey.PHASE: TrainerPhase.TRAINING, LeaseKey.STEP_TIME: _now(), **commit.notes(env)}
@@ -356,6 +355,7 @@ class PlayedCluster:
             changes[LeaseKey.REMOVED] = released
         if changes:
             await self._report(name, uid, changes)
+            self._trained.add(uid)
             if commit is not None:  # the Lease has answered
                 self.volume.publish(commit, int(env[Env.ATTEMPT]))
         if changes.get(LeaseKey.PHASE) == TrainerPhase.DRAINED:
@@ -425,6 +425,10 @@ class PlayedCluster:
             and not (_has_failed(item) or (plural == "pods" and _phase(item) == "Failed"))
         ]
 
+    def remains(self) -> list[str]:
+        """List everything that has to go before the job is at rest."""
+        return self.leftovers()
+
     async def unfenced(self) -> list[str]:
         """List the rights, accounts and Services of attempts before the current one."""
         attempt = self.status.get("attempt", 0)
@@ -444,7 +448,9 @@ class PlayedCluster:
 
     async def _patch(self, kind: ResourceKind, name: str, changes: Object, *, subresource: str = "") -> Object:
         made = await self._client.patch(kind, name, changes, namespace=self.namespace, subresource=subresource)
-        self.put(kind.plural, made)
+        known = self.objects[kind.plural].get(name)
+        if known is not None and known["metadata"]["uid"] == made["metadata"]["uid"]:
+            self.put(kind.plural, made)  # else its deletion was reported before this answer came
         return made
 
 

@@ -258,7 +258,8 @@ class Lane:
             if time.monotonic() > deadline:
                 status = self.cluster.status
                 found = {key: status.get(key) for key in ("attempt", "phase", "nodesText", "reason", "message")}
-                raise LaneError(f"no {what} within {RECOVERY_SECONDS} s: {found}, {self.cluster.leftovers()}")
+                found["commit of attempt"] = status.get("checkpoint", {}).get("attempt")
+                raise LaneError(f"no {what} within {RECOVERY_SECONDS} s: {found}, {self.cluster.remains()}")
             await asyncio.sleep(0.05)
 
     def _killed(self) -> None:

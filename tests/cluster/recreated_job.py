@@ -178,6 +178,10 @@ class RecreatedCluster(PlayedCluster):
         foreign = self._of_predecessors()
         return [item for item in super().leftovers() if item not in foreign]
 
+    def remains(self) -> list[str]:
+        """List leftovers, and what there still is of deleted resources."""
+        return [*self.leftovers(), *sorted(self._of_predecessors())]
+
     def has_predecessors(self) -> bool:
         """Return whether there are Jobs, Leases or pods of deleted resources."""
         return bool(self._of_predecessors())

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs import Run, committed, elastic, resumed
+from tests.cluster.jobs import LAUNCH, Run, committed, elastic, resumed
 from tests.engine import example_run
 from tests.engine.example_run import losses
 
 pytestmark = pytest.mark.cluster
 
-FLAT = ["python", "-m", "elastic_trainer.launch", "examples/gpt_deepspeed/train_flat.py", "--save-every", "5"]
+FLAT = [*LAUNCH, "examples/gpt_deepspeed/train_flat.py", "--save-every", "5"]
 
 
 @pytest.mark.soak_only

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.jobs import GPT, Run, committed, elastic, resumed
+from tests.cluster.jobs import GPT, GPT_AT_FULL_SPEED, Run, committed, elastic, resumed
 
 pytestmark = pytest.mark.cluster
 
@@ -40,7 +40,7 @@ def test_a_job_shrinks_without_its_checkpoint_being_copied(run: Run, checkpoints
 def test_auto_moves_no_bytes_where_that_saves_seconds(run: Run, checkpoints: Path) -> None:
     # 94 million parameters: checkpoints of 1.5 GB, which take seconds to write and to read again.
     spec = elastic() | {"nodes": {"min": 2, "max": 2}, "reshard": {"mode": "Auto"}}
-    run.submit([*GPT[:4], "--big", "--layers", "8", "--steps", "100000"], **spec)
+    run.submit([*GPT_AT_FULL_SPEED, "--big", "--layers", "8", "--steps", "100000"], **spec)
     before = run.until("a step on 2 nodes", made_steps, 300)
     run.patch(nodes={"min": 1, "max": 1})
     after = run.until("the next attempt", resumed(before["attempt"]), 300)

@@ -28,3 +28,10 @@ def test_programs_are_found_however_often_a_shell_evaluates_it(tmp_path: Path, m
             assert found is not None
             assert Path(found).resolve().is_relative_to(tmp_path), name
             assert subprocess.run([found], stdout=subprocess.PIPE, check=True, env=os.environ).stdout
+
+
+@pytest.mark.parametrize("arguments", [(), ("kind",)])
+def test_the_command_that_is_printed_runs_the_testbed(arguments: tuple[str, ...]) -> None:
+    inner = shellenv.command(*arguments).removeprefix('eval "$(').removesuffix(')"')
+    printed = subprocess.run(["bash", "-c", f"{inner} --help"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert f"{' '.join(('testbed', *arguments, 'env'))}" in printed
