@@ -78,6 +78,27 @@ def failure_report(exit_code: ExitCode, message: str, source: Path, target: Path
 
 
 def peak_rss_bytes() -> int:
-    """Return the largest resident set of this process or of any child that has ended, in bytes."""
-    whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return max(resource.getrusage(who).ru_maxrss for who in whose) * 1024  # Linux reports KiB
+    """Return the largest resident set of this process or of any child that has ended, in bytes.
+
+    `getrusage` counts what this process was before its last `exec`, too: the program that started the conversion, and
+    that one's children. The peak in /proc (proc(5), VmHWM) begins anew at an `exec`.
+    """
+    children_kib = _children_kib()
+    return max(_own_kib(), children_kib if children_kib > _EARLIER_CHILDREN_KIB else 0) * 1024
+
+
+def _own_kib() -> int:
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:  # not Linux, or /proc is not mounted
+        status = ""
+    peaks = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")]
+    return peaks[0] if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _children_kib() -> int:
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # Linux reports KiB
+
+
+_EARLIER_CHILDREN_KIB = _children_kib()
+"""Peak of the children that ended before this module was imported: none of them belongs to the conversion."""
