@@ -327,7 +327,9 @@ def build_go_programs(
     names = ", ".join(path.name for path in packages)
     flags = "-s -w" + "".join(f" -X {variable}={value}" for variable, value in stamps.items())
     with tempfile.TemporaryDirectory(dir=module) as drafts:
-        command = ["go", "build", "-trimpath", "-ldflags", flags, "-o", f"{drafts}/", *packages.values()]
+        # The linker drops what debuggers read (-s -w): the compiler need not make it, which saves a tenth of its time.
+        options = ["-trimpath", "-gcflags", "all=-dwarf=false", "-ldflags", flags]
+        command = ["go", "build", *options, "-o", f"{drafts}/", *packages.values()]
         run_with_progress(f"building {names}", command, cwd=module, env=env, log=log)
         for program in packages:
             place(Path(drafts) / program.name, program)
