@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -149,6 +150,16 @@ def delete_pods(cluster: Any, namespace: str, *selector: str) -> None:
         return not cluster.get("pods", "-n", namespace, *selector).get("items")
 
     cluster.wait(are_gone, what=f"the pods of {namespace} to be gone", timeout_seconds=60)
+
+
+def find_process(pod: dict[str, Any], program: str) -> int:
+    """Return the number of a process of a pod, as this machine sees it, by a word of its command."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (path / "cmdline").read_bytes()
+            if program.encode() in command and pod["metadata"]["uid"] in (path / "cgroup").read_text():
+                return int(path.name)
+    raise AssertionError(f"no process {program} of pod {pod['metadata']['name']} on this machine")
 
 
 def _attempt(item: dict[str, Any]) -> int:

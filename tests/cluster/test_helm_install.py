@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.jobs import LIGHT, Run, committed
+from tests.cluster.jobs import LIGHT, Run, committed, find_process
 from tests.cluster.releases import FAST, Release
 
 pytestmark = pytest.mark.cluster
@@ -77,16 +77,6 @@ def workers(job: Run) -> set[tuple[str, int]]:
         (pod["metadata"]["uid"], sum(item["restartCount"] for item in pod["status"]["containerStatuses"]))
         for pod in job.workers()
     }
-
-
-def process(pod: dict[str, Any]) -> int:
-    """The operator in a pod, as this machine sees it."""
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            command = (path / "cmdline").read_bytes()
-            if b"elastic-operator" in command and pod["metadata"]["uid"] in (path / "cgroup").read_text():
-                return int(path.name)
-    raise AssertionError(f"no process of pod {pod['metadata']['name']} on this machine")
 
 
 def jobs(job: Run) -> list[str]:
@@ -155,7 +145,7 @@ def test_a_leader_that_dies_is_replaced_and_nothing_is_done_twice(testbed: Any, 
     start(job)
     leader = release.leader()
     (pod,) = [item for item in release.pods() if item["metadata"]["name"] == leader]
-    pid = process(pod)
+    pid = find_process(pod, "elastic-operator")
     testbed.kubectl("delete", "pod", leader, "-n", release.namespace, "--grace-period=0", "--force", check=False)
     os.kill(pid, signal.SIGKILL)
     died = time.monotonic()
@@ -180,7 +170,7 @@ def test_a_paused_leader_is_replaced_and_ends_without_writing_when_it_goes_on(
     start(job)
     leader = release.leader()
     (pod,) = [item for item in release.pods() if item["metadata"]["name"] == leader]
-    pid = process(pod)
+    pid = find_process(pod, "elastic-operator")
     os.kill(pid, signal.SIGSTOP)
     stopped = time.monotonic()
     try:
