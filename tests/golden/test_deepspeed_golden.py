@@ -64,6 +64,19 @@ def test_weights_are_the_master_weights_in_the_model_type(name):
             assert (weight == master).all(), parameter
 
 
+@pytest.mark.parametrize(
+    ("name", "target"), [("zero3-dp3", "dp=12,zero=3"), ("autoep-tp3-dp2-ep2-zero3", "tp=1,dp=12,ep=2,zero=3")]
+)
+def test_ranks_of_two_digits_are_witnessed(tmp_path, name, target):
+    """The names of their files are not in the order of the ranks."""
+    source = read_checkpoint(golden(name), None)
+    there = reshard(golden(name), tmp_path / "there" / STEP, Topology.parse(target))
+    back = reshard(tmp_path / "there" / STEP, tmp_path / "back" / STEP, source.topology)
+    assert there.digest == back.digest
+    assert [report.witness["not_witnessed"] for report in (there, back)] == [0, 0]
+    assert min(report.witness["tensors"] for report in (there, back)) > 0
+
+
 CHANGES = [(name, target) for name, to in TARGETS.items() for target in to]
 
 

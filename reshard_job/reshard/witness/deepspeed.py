@@ -59,6 +59,7 @@ class _Stranger:
         self._optimizers = {
             (int(found[2]), int(found[1])): self._open(name) for name in names if (found := _OPTIMIZER.fullmatch(name))
         }
+        self._optimizers = dict(sorted(self._optimizers.items()))  # by rank: as names, 10 comes before 2
         self._layers = {
             (int(found[1]), int(found[2] or 0)): self._open(name) for name in names if (found := _LAYER.fullmatch(name))
         }
