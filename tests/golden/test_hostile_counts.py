@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.api import index_of
+from reshard.api import index_of, plan_of
 from reshard.cli.main import main
 from reshard.commits.commit import read_commit
 from reshard.contract import ExitCode
@@ -20,6 +20,7 @@ from reshard.topology import MOST_RANKS, Topology
 from tests.fuzz.guard import outcome_of
 from tests.fuzz.mutate import pickle_ops, replace_pickle
 from tests.fuzz.targets import GOLDEN, STEP, pickle_of
+from tests.golden.files import edit, golden
 from tests.golden.test_hostile_files import committed
 from tests.golden.test_hostile_pickles import ENTRIES, START, build, tensor
 
@@ -180,3 +181,44 @@ def test_a_shape_that_repeats_one_element_is_held_against_its_storage(tmp_path):
     assert isinstance(error, UnsupportedError) and "repeats a storage of 16 elements" in str(error)
     outcome = outcome_of(lambda: build(START + tensor(b"M\x00\x10\x85", b"K\x00\x85") + b".", ENTRIES, "the file"))
     assert outcome[0].shape == (4096,)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "key", "number"),
+    [
+        ("autoep-dp2-ep2", MODEL, "ep_size", 0),
+        ("autoep-dp2-ep2", MODEL, "num_experts", 10**9),
+        ("autoep-dp2-ep2", MODEL, "num_experts", True),
+        ("autoep-tp3-dp2-ep2-zero3", "zero_pp_rank_*_model_states.pt", "ep_size", 0),
+    ],
+)
+def test_impossible_numbers_of_experts_are_refused(tmp_path, name, model, key, number):
+    folder = Path(shutil.copytree(golden(name), tmp_path / STEP))
+    for path in folder.glob(model):
+        edit(folder, path.name, lambda value: [layer.update({key: number}) for layer in value["ds_autoep_layers"]])
+    with pytest.raises(CorruptSourceError, match=f"{key}={number}"):
+        index_of(folder)
+
+
+@pytest.mark.parametrize("number", [3 * 10**7, 10**12])
+def test_more_fused_tensors_than_rows_are_refused(tmp_path, number):
+    folder = Path(shutil.copytree(golden("pipeline-tp2-pp2"), tmp_path / STEP))
+
+    def change(value):
+        value["universal_checkpoint_info"]["parameter_with_sub_params"][0]["shape"] = [number, 8]
+
+    for path in folder.glob("mp_rank_*"):
+        edit(folder, path.name, change)
+    with pytest.raises(UnsupportedError, match=f"{number} fused tensors along dim 0"):
+        plan_of(index_of(folder), Topology(dp=2))
+
+
+@pytest.mark.parametrize(
+    ("key", "number"),
+    [("global_steps", -1), ("global_steps", 10**30), ("global_samples", -5), ("global_samples", True)],
+)
+def test_impossible_progress_is_refused_before_anything_is_written(tmp_path, key, number):
+    folder = Path(shutil.copytree(golden("zero2-dp3"), tmp_path / STEP))
+    edit(folder, MODEL, lambda value: value.update({key: number}))
+    with pytest.raises(CorruptSourceError, match=f"{key}: expected a whole number"):
+        index_of(folder)

@@ -153,12 +153,10 @@ def _read_groups(
             listed[naming.grouped[entry.key]] = values[entry.key]
         else:
             named[naming.named[entry.key]] = values[entry.key]
-    named |= {
-        (second, option): value
-        for second, first in naming.halves.items()
-        for (name, option), value in list(named.items())
-        if name == first
-    }
+    second_of = {first: second for second, first in naming.halves.items()}
+    for (name, option), value in list(named.items()):
+        if name in second_of:  # an option that the second half has of its own stays
+            named.setdefault((second_of[name], option), value)
     return find_groups(listed, named, scalars, str(items.folder))
 
 

@@ -20,6 +20,8 @@ KEYS = ("ds_autoep_layers", "autoep_layers")
 WEIGHTS = ("w1", "w2", "w3")
 PARTITIONED, PER_EXPERT = "zero3_partitioned", "per_expert_files"
 """Values of `checkpoint_format`: at ZeRO-3 experts are in the optimizer's files only; else each has a file."""
+_MOST_EXPERTS = 1 << 16
+"""Experts in a layer: far more than models have, and few enough to list them."""
 
 
 def read_layers(value: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -38,13 +40,17 @@ def find_stacks(
         and the degree of expert parallelism.
 
     Raises:
+        CorruptSourceError: a number is none of experts.
         UnsupportedError: experts are not spread evenly and in order over the ranks, or layers have several degrees.
     """
     counts: dict[str, int] = {}
     prefixes: dict[int, str] = {}
     degrees: set[int] = set()
     for layer in layers:
-        count, ep, prefix = int(layer["num_experts"]), int(layer["ep_size"]), str(layer["expert_key_prefix"])
+        count, ep, prefix = layer["num_experts"], layer["ep_size"], str(layer["expert_key_prefix"])
+        if any(type(number) is not int or not 0 < number <= _MOST_EXPERTS for number in (count, ep)):
+            found = f"found num_experts={count!r:.40} and ep_size={ep!r:.40}"
+            raise CorruptSourceError(f"{prefix}: expected whole numbers from 1 to {_MOST_EXPERTS}, {found}", path=path)
         placement = layer.get("expert_placement") or _make_placement(count, ep)
         if count % ep or placement != _make_placement(count, ep):
             raise UnsupportedError(

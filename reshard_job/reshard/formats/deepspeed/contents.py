@@ -70,13 +70,21 @@ class DeepSpeedContents:
     @property
     def step(self) -> int:
         """Return the number of optimizer steps done."""
-        return int(self.models[0, 0].value["global_steps"])
+        return self._count("global_steps")
 
     @property
     def samples(self) -> int:
         """Return the number of global samples consumed."""
-        value = self.models[0, 0].value.get("global_samples", 0)
-        return value if isinstance(value, int) else 0
+        is_stated = isinstance(self.models[0, 0].value.get("global_samples"), int)
+        return self._count("global_samples") if is_stated else 0
+
+    def _count(self, key: str) -> int:
+        value = self.models[0, 0].value[key]
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise CorruptSourceError(
+                f"{key}: expected a whole number from 0 to 2^63 - 1, found {value!r:.40}", path=self.models[0, 0].path
+            )
+        return value
 
     def optimizer_file(self, mp: int, dp: int) -> PtFile:
         """Return the file with the optimizer of one rank; at ZeRO-0 it is the model file."""

@@ -173,6 +173,8 @@ class Rule:
 
     def _sizes(self, whole: Shape) -> Shape:
         assert self.dim is not None
+        if not self.parts and not 0 < self.num_parts <= max(whole[self.dim], 1):
+            raise UnsupportedError(f"{self.num_parts} fused tensors along dim {self.dim} of {list(whole)}")
         return self.parts or (whole[self.dim] // self.num_parts,) * self.num_parts
 
     def _widths(self, name: str, whole: Shape, tp: int, rank: int) -> Shape:
