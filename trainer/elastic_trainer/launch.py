@@ -13,16 +13,18 @@ import once and not eight times.
 from __future__ import annotations
 
 import argparse
+import builtins
 import contextlib
 import gc
 import importlib
 import os
 import random
-import runpy
 import signal
 import subprocess
 import sys
 import time
+import types
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -110,6 +112,11 @@ def obstacle_to_forks(*, num_started: int, open_files: Iterable[str]) -> str:
     return f"the import opened {devices[0]}" if devices else ""
 
 
+def _is_source(script: str) -> bool:
+    """Return False for what only Python itself can start: a folder, an archive, or nothing at all."""
+    return Path(script).is_file() and not zipfile.is_zipfile(script)
+
+
 def _preload(modules: Sequence[str], script: str) -> bool:
     """Import modules as the script would, and return True if its ranks can be forked."""
     if not sys.flags.safe_path:
@@ -148,8 +155,9 @@ def _open_files() -> Iterator[str]:
 
 def fork_rank(environment: Mapping[str, str], script: str, arguments: Sequence[str]) -> ForkedRank | None:
     """Fork a rank; return None in the rank itself, which then has the state of a process that runs the script."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # as it is if the descriptor was closed
+            stream.flush()
     # Otherwise a signal between the fork and the next lines would run the launcher's handler in the rank.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     pid = os.fork()
@@ -166,6 +174,19 @@ def fork_rank(environment: Mapping[str, str], script: str, arguments: Sequence[s
     if "numpy" in sys.modules:  # its generator would give the same numbers in all ranks
         sys.modules["numpy"].random.seed()
     return None
+
+
+def run_script(script: str) -> None:
+    """Run a script as the main module of this process, as `python SCRIPT` does, for as long as the process lives.
+
+    `runpy.run_path` would put the launcher's module back at the end of the script, before its threads and exit handlers
+    have ended; what these pickle would not be found any more.
+    """
+    path = str(Path(script).absolute())
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=path, __builtins__=builtins)
+    sys.modules["__main__"] = module
+    exec(compile(Path(path).read_bytes(), path, "exec"), module.__dict__)
 
 
 def supervise(processes: Sequence[Rank]) -> int:
@@ -211,10 +232,16 @@ def main() -> int:
         received.append(number)
         _signal_all(processes, signal.SIGTERM)
 
-    # Set before anything else: the kernel ignores an unhandled SIGTERM for process 1 of a container.
-    for number in _STOP_SIGNALS:
-        signal.signal(number, stop)
-    can_fork = bool(options.preload) and _preload(options.preload, options.script)
+    def listen() -> None:
+        for number in _STOP_SIGNALS:
+            signal.signal(number, stop)
+
+    # Before anything else: the kernel ignores an unhandled SIGTERM for process 1 of a container.
+    listen()
+    # The kernel would throw the exit codes of the ranks away if the launcher's parent had made it ignore this signal.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    can_fork = bool(options.preload) and _is_source(options.script) and _preload(options.preload, options.script)
+    listen()  # a preloaded module may have set handlers of its own
     if received:
         return 128 + received[0]
     for environment in rank_environments(os.environ, num_local=options.nproc):
@@ -224,7 +251,7 @@ def main() -> int:
             continue
         rank = fork_rank(environment, options.script, options.arguments)
         if rank is None:
-            runpy.run_path(options.script, run_name="__main__")
+            run_script(options.script)
             return 0
         processes.append(rank)
     if received:

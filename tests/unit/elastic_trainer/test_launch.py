@@ -128,3 +128,74 @@ def test_sigterm_during_the_import_starts_no_rank(tmp_path):
     process.send_signal(signal.SIGTERM)
     found, _ = process.communicate(timeout=60)
     assert (process.returncode, found) == (128 + signal.SIGTERM, "")
+
+
+@both_ways
+def test_a_script_sees_its_absolute_path_however_it_was_named(tmp_path, options):
+    code = "os.chdir('/'); print(__file__, os.path.exists(__file__), sys.argv, sys.modules['__main__'].__file__)"
+    launch(tmp_path, code).communicate(timeout=60)
+    command = [sys.executable, "-m", "elastic_trainer.launch", *options, "script.py", "an argument"]
+    found = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60).stdout
+    path = tmp_path / "script.py"
+    assert found == f"{path} True ['script.py', 'an argument'] {path}\n"
+
+
+@both_ways
+def test_threads_and_exit_handlers_of_a_script_find_its_classes(tmp_path, options):
+    code = """
+import atexit, pickle, threading
+
+class State:
+    pass
+
+def save(when):
+    time.sleep(0.2)
+    print(when, type(pickle.loads(pickle.dumps(State()))).__name__, flush=True)
+
+threading.Thread(target=save, args=["late"]).start()
+atexit.register(save, "exit")
+"""
+    assert output(tmp_path, code, *options, num_local=1) == (0, ["exit State", "late State"])
+
+
+@both_ways
+def test_exit_codes_are_seen_if_the_parent_ignored_the_end_of_its_children(tmp_path, options):
+    launch(tmp_path, "sys.exit(3)", num_local=1).communicate(timeout=60)
+    command = [sys.executable, "-m", "elastic_trainer.launch", *options, str(tmp_path / "script.py")]
+    ignore = (
+        f"import os, signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv({sys.executable!r}, {command!r})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", ignore])
+    try:
+        assert process.wait(timeout=60) == 3
+    finally:
+        process.kill()
+
+
+@both_ways
+def test_sigterm_reaches_every_rank_if_a_module_ignores_it_when_it_is_imported(tmp_path, options):
+    shared = "import os, signal\nif 'RANK' not in os.environ:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    code = "print('up', flush=True); time.sleep(3600)"
+    process = launch(tmp_path, code, *options, num_local=1, shared=shared)
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+@both_ways
+def test_a_script_that_is_not_there_ends_as_python_ends(tmp_path, options):
+    (tmp_path / "shared.py").write_text("")
+    command = [sys.executable, "-m", "elastic_trainer.launch", *options, str(tmp_path / "none.py")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"can't open file '{tmp_path / 'none.py'}'" in done.stderr
+
+
+@both_ways
+def test_ranks_run_without_standard_output(tmp_path, options):
+    launch(tmp_path, "(open(f'{__file__}.{rank}', 'w')).close()").communicate(timeout=60)
+    command = [sys.executable, "-m", "elastic_trainer.launch", *options, str(tmp_path / "script.py")]
+    (tmp_path / "script.py.0").unlink()
+    subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], check=True, timeout=60)
+    assert (tmp_path / "script.py.0").exists()
