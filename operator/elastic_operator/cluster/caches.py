@@ -120,26 +120,27 @@ class DeletedPods:
     """
 
     def __init__(self) -> None:
-        self._pods: dict[Key, dict[str, PodView]] = {}
+        self._pods: dict[Key, dict[str, tuple[float, PodView]]] = {}
         self._deletions: collections.deque[tuple[float, Key, str]] = collections.deque()
 
     def keep(self, key: Key, pod: PodView, now: float) -> None:
         """Keep a deleted pod of a job if it had failed."""
         self._drop_old(now)
         if pod.has_failed:
-            self._pods.setdefault(key, {})[pod.uid] = pod
+            self._pods.setdefault(key, {})[pod.uid] = (now, pod)
             self._deletions.append((now, key, pod.uid))
 
     def get(self, key: Key, now: float) -> tuple[PodView, ...]:
         """Return the kept pods of a job, oldest deletion first."""
         self._drop_old(now)
-        return tuple(self._pods.get(key, {}).values())
+        return tuple(pod for _, pod in self._pods.get(key, {}).values())
 
     def _drop_old(self, now: float) -> None:
         while self._deletions and now - self._deletions[0][0] > KEPT_SECONDS:
-            _, key, uid = self._deletions.popleft()
+            deletion, key, uid = self._deletions.popleft()
             kept = self._pods.get(key, {})
-            kept.pop(uid, None)
+            if uid in kept and kept[uid][0] == deletion:  # a pod may be dropped twice, if a list comes in between
+                del kept[uid]
             if not kept:
                 self._pods.pop(key, None)
 

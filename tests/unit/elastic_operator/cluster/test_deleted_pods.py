@@ -98,3 +98,12 @@ def test_deleted_pods_of_all_jobs_are_dropped_when_they_are_old() -> None:
     assert deleted.get(("ns", "job-9"), 99.0 + KEPT_SECONDS + 1) == ()
     assert not deleted._pods
     assert not deleted._deletions
+
+
+def test_a_pod_that_is_dropped_twice_is_kept_from_the_second_time_on() -> None:
+    pods = DeletedPods()
+    failed = PodView(name="p", uid="p", attempt=1, role="worker", phase="Failed")
+    pods.keep(KEY, failed, 0.0)
+    pods.keep(KEY, failed, 10.0)
+    assert pods.get(KEY, 10.0 + KEPT_SECONDS) == (failed,)
+    assert pods.get(KEY, 10.1 + KEPT_SECONDS) == ()
