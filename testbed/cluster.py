@@ -85,8 +85,8 @@ def lock() -> Iterator[None]:
     Raises:
         TestbedError: another command holds the lock.
     """
-    state_dir().mkdir(parents=True, exist_ok=True)
-    with _held(state_dir() / "lock", "the test bed is being changed by process {}: wait for it"):
+    MACHINE_DIR.mkdir(parents=True, exist_ok=True)
+    with _held(MACHINE_DIR / "lock", "the test bed is being changed by process {}: wait for it"):
         yield
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from testbed import cgroups, cluster
-from testbed.cluster import refuse_others, reserved
+from testbed.cluster import lock, refuse_others, reserved
 from testbed.errors import TestbedError
 
 
@@ -55,6 +55,14 @@ def test_what_nobody_can_remove_any_more_is_removed(machine, tmp_path, monkeypat
     refuse_others()
     (own(machine, tmp_path / "another") / "testbed").rmdir()
     refuse_others()
+
+
+def test_commands_with_several_cache_folders_run_one_after_the_other(machine, tmp_path, monkeypatch):
+    with lock():
+        number = (machine / "lock").read_text()
+        monkeypatch.setenv("ETJ_CACHE_DIR", str(tmp_path / "another"))
+        with pytest.raises(TestbedError, match=f"is being changed by process {number}: wait for it"), lock():
+            pass
 
 
 def own(machine: Path, folder: Path) -> Path:
