@@ -20,6 +20,7 @@ def test_ranks_are_numbered_over_all_nodes():
     assert {(item["MASTER_ADDR"], item["MASTER_PORT"]) for item in found} == {("gpt-a1-0.gpt-a1", "29501")}
 
 
+LAUNCHER = [sys.executable, "-m", "elastic_trainer.launch"]
 PRELOADED = "--preload=shared"
 """Loads the module beside the script, and forks the ranks."""
 
@@ -28,7 +29,7 @@ def launch(tmp_path, code, *options, num_local=2, shared="", stderr=None):
     (tmp_path / "shared.py").write_text(shared)
     script = tmp_path / "script.py"
     script.write_text("import os, sys, time\nrank = int(os.environ['RANK'])\n" + code)
-    command = [sys.executable, "-m", "elastic_trainer.launch", "--nproc", str(num_local), *options, str(script)]
+    command = [*LAUNCHER, "--nproc", str(num_local), *options, str(script)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ})
 
 
@@ -134,7 +135,7 @@ def test_sigterm_during_the_import_starts_no_rank(tmp_path):
 def test_a_script_sees_its_absolute_path_however_it_was_named(tmp_path, options):
     code = "os.chdir('/'); print(__file__, os.path.exists(__file__), sys.argv, sys.modules['__main__'].__file__)"
     launch(tmp_path, code).communicate(timeout=60)
-    command = [sys.executable, "-m", "elastic_trainer.launch", *options, "script.py", "an argument"]
+    command = [*LAUNCHER, *options, "script.py", "an argument"]
     found = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60).stdout
     path = tmp_path / "script.py"
     assert found == f"{path} True ['script.py', 'an argument'] {path}\n"
@@ -161,7 +162,7 @@ atexit.register(save, "exit")
 @both_ways
 def test_exit_codes_are_seen_if_the_parent_ignored_the_end_of_its_children(tmp_path, options):
     launch(tmp_path, "sys.exit(3)", num_local=1).communicate(timeout=60)
-    command = [sys.executable, "-m", "elastic_trainer.launch", *options, str(tmp_path / "script.py")]
+    command = [*LAUNCHER, *options, str(tmp_path / "script.py")]
     ignore = (
         f"import os, signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv({sys.executable!r}, {command!r})"
     )
@@ -186,7 +187,7 @@ def test_sigterm_reaches_every_rank_if_a_module_ignores_it_when_it_is_imported(t
 @both_ways
 def test_a_script_that_is_not_there_ends_as_python_ends(tmp_path, options):
     (tmp_path / "shared.py").write_text("")
-    command = [sys.executable, "-m", "elastic_trainer.launch", *options, str(tmp_path / "none.py")]
+    command = [*LAUNCHER, *options, str(tmp_path / "none.py")]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert f"can't open file '{tmp_path / 'none.py'}'" in done.stderr
@@ -195,7 +196,7 @@ def test_a_script_that_is_not_there_ends_as_python_ends(tmp_path, options):
 @both_ways
 def test_ranks_run_without_standard_output(tmp_path, options):
     launch(tmp_path, "(open(f'{__file__}.{rank}', 'w')).close()").communicate(timeout=60)
-    command = [sys.executable, "-m", "elastic_trainer.launch", *options, str(tmp_path / "script.py")]
+    command = [*LAUNCHER, *options, str(tmp_path / "script.py")]
     (tmp_path / "script.py.0").unlink()
     subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], check=True, timeout=60)
     assert (tmp_path / "script.py.0").exists()

@@ -1,7 +1,8 @@
-"""Nobody takes the test bed from another: it has room for one run of tests, and for the cluster of one cache folder."""
+"""Check that a machine has one run of tests, one command and one cluster of the test bed at a time."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,21 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "machine"
 
 
-def test_a_second_run_is_told_who_uses_the_test_bed_whatever_its_cache_folder(machine, tmp_path, monkeypatch):
-    with reserved():
-        number = (machine / "reservation").read_text()
+@pytest.mark.parametrize(
+    ("take", "text"),
+    [
+        pytest.param(reserved, "tests of process {} use the test bed.*--kubeconfig", id="tests"),
+        pytest.param(lock, "is being changed by process {}: wait for it", id="commands"),
+    ],
+)
+def test_a_second_process_is_told_who_uses_the_test_bed_whatever_its_cache_folder(
+    machine, tmp_path, monkeypatch, take, text
+):
+    with take():
         monkeypatch.setenv("ETJ_CACHE_DIR", str(tmp_path / "another"))
-        with pytest.raises(TestbedError, match=f"tests of process {number} use the test bed.*--kubeconfig"), reserved():
+        with pytest.raises(TestbedError, match=text.format(os.getpid())), take():
             pass
-    with reserved():
+    with take():
         pass
 
 
@@ -55,14 +64,6 @@ def test_what_nobody_can_remove_any_more_is_removed(machine, tmp_path, monkeypat
     refuse_others()
     (own(machine, tmp_path / "another") / "testbed").rmdir()
     refuse_others()
-
-
-def test_commands_with_several_cache_folders_run_one_after_the_other(machine, tmp_path, monkeypatch):
-    with lock():
-        number = (machine / "lock").read_text()
-        monkeypatch.setenv("ETJ_CACHE_DIR", str(tmp_path / "another"))
-        with pytest.raises(TestbedError, match=f"is being changed by process {number}: wait for it"), lock():
-            pass
 
 
 def own(machine: Path, folder: Path) -> Path:
