@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 # Hashes of the files for every platform: of wheels for arm64, too, on a machine that is none.
 PINNED := --generate-hashes --no-emit-index-url --no-annotate --no-header --python-version 3.11
 
-.PHONY: help setup comm-op lint test soak test-fast test-engine test-cluster test-servers test-nodes test-e2e test-gpu demo demo-lifecycle bench simulate format lock clean testbed-up testbed-down generate docs lock-images images images-load release check-tag notes publish plugin canary
+.PHONY: help setup comm-op lint test test-touched test-all test-fast test-engine test-cluster test-servers test-nodes test-e2e test-gpu demo demo-lifecycle bench simulate format lock clean testbed-up testbed-down generate docs lock-images images images-load release check-tag notes publish plugin canary
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -117,7 +117,10 @@ test-e2e: comm-op ## docs/kind.md as written and the demo, on kind (CLUSTER=kind
 test-gpu: setup ## what needs one GPU (CUDA or ROCm): conversions and trainings there; skipped without one, not a part of `make test`
 	DS_ACCELERATOR=cuda $(BIN)/pytest tests/gpu
 
-soak: comm-op ## every test, and other random examples in every run, and more of them (hours); SECONDS=600 for the readers' fuzz targets
+test-touched: comm-op ## run whole what the change since BASE=commit touches, by the table of tests/touched.py
+	$(BIN)/python -m tests.touched $(if $(BASE),--base $(BASE))
+
+test-all: comm-op ## every test, and other random examples in every run, and more of them (hours); SECONDS=600 for the readers' fuzz targets
 	ETJ_SOAK=1 $(BIN)/pytest -n auto tests/unit tests/property tests/golden
 	ETJ_SOAK=1 $(BIN)/pytest tests/cluster
 	ETJ_SOAK=1 $(BIN)/pytest tests/engine

@@ -1,6 +1,6 @@
 """Randomness of the tests: none in `make test`, where a failure must come from a change; much in a soak.
 
-`ETJ_SOAK=1` (`make soak`) draws other examples in every run, and more of them.
+`ETJ_SOAK=1` (`make test-all`) draws other examples in every run, and more of them.
 """
 
 from __future__ import annotations

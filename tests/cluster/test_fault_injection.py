@@ -2,7 +2,7 @@
 
 Etcd and kube-apiserver run alone; `played_cluster` plays controllers, kubelets and trainer. First the requests of
 undisturbed recoveries are recorded: three with an operator that runs, one with an operator that starts. Then each
-recovery is repeated with one fault at one of these requests. `some_faults` says which ones; in a soak (`make soak`)
+recovery is repeated with one fault at one of these requests. `some_faults` says which ones; in a soak (`make test-all`)
 every request and every event of a watch meets every fault.
 """
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 STEPS, SAVED, MICRO, GLOBAL, ROWS = 6, 3, 2, 12, 96
 FP32 = {"rel": 1e-5, "abs": 0}
 _LINE = re.compile(r"step (\d+) loss (\S+) rate (\S+)")
-slow = pytest.mark.skipif(not SOAKING, reason="one resume per stack suffices for every change; make soak does more")
+slow = pytest.mark.skipif(not SOAKING, reason="one resume per stack suffices for every change; make test-all does more")
 
 
 def train(root, script, ranks, *args, zero=2, **extra):

@@ -1,7 +1,7 @@
 """Decisions against a model of the cluster: any order of losses, partitions, returns, failures and operator crashes.
 
 Each scenario plays random traces until the job ends; `cluster_model.invariants` says what must hold meanwhile. The five
-scenarios play 120 traces in `make test` and 12,500 in `make soak`. A trace that finds a defect stays in `KEPT`.
+scenarios play 120 traces in `make test` and 12,500 in `make test-all`. A trace that finds a defect stays in `KEPT`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ STEP_KEYS = {"name", "id", "uses", "with", "env", "run"}
 PERMISSIONS = {
     ("ci.yml", "test"): {"contents": "read"},
     ("ci.yml", "cluster"): {"contents": "read"},
-    ("ci.yml", "soak"): {"contents": "read"},
+    ("ci.yml", "all"): {"contents": "read"},
     ("release.yml", "build"): {"contents": "read"},
     ("release.yml", "publish"): {
         "contents": "write", "packages": "write", "id-token": "write", "attestations": "write",
