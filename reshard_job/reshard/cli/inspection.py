@@ -100,7 +100,7 @@ def inspect(path: Path, read: Callable[[Commit | None], Index], *, has_patterns:
         notes += [describe(index.folder)] if index.folder is not None else []
         if commit is not None:
             problems += [_corrupt(message) for message in disagreements(index, commit, has_patterns=has_patterns)]
-    files = {str(item.relative_to(path)): item.lstat().st_size for item in path.rglob("*") if item.is_file()}
+    files = {str(item.relative_to(path)): item.stat().st_size for item in path.rglob("*") if item.is_file()}
     files.pop(COMMIT_FILE, None)
     if commit is not None:
         strays = sorted(files.keys() - {file.path for file in commit.files})

@@ -116,14 +116,25 @@ def _find_weights(file: PtFile) -> _Weights:
             )
         tensors = {name: item for name, item in value.items() if isinstance(item, Tensor)}
         inner = [key for key in _CONTAINERS if _holds_tensors(value.get(key))]
-        beside = [str(name) for name in value if name not in tensors and name not in inner]
+        beside = [str(name) for name in value if name not in inner]
+        rivals = [str(name) for name, tensor in tensors.items() if _is_parameter(name, tensor)]
         if tensors and not inner:
-            others += [".".join((*keys, name)) for name in beside]
+            if not rivals and any(map(_holds_tensors, value.values())):
+                raise _unclear(file, keys, value, ())
+            others += [".".join((*keys, name)) for name in beside if name not in tensors]
             return _Weights(keys, _check_tensors(tensors, file), tuple(others))
-        if len(inner) != 1 or tensors or len(keys) == _MOST_DEPTH:
-            raise _unclear(file, keys, value, inner if not tensors else [*inner, *map(str, tensors)])
+        if len(inner) != 1 or rivals or len(keys) == _MOST_DEPTH:
+            raise _unclear(file, keys, value, [*inner, *rivals])
         others += [".".join((*keys, name)) for name in beside]
         keys, value = (*keys, inner[0]), value[inner[0]]
+
+
+def _is_parameter(name: object, tensor: Tensor) -> bool:
+    """Return True if a tensor beside a set of weights may be one of them: a state dict names those of modules `a.b`.
+
+    Others are losses, random states and the like, for instance the `best_val_loss` of nanoGPT's `ckpt.pt`.
+    """
+    return isinstance(name, str) and "." in name and bool(tensor.shape)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -139,7 +150,7 @@ def _unclear(file: PtFile, keys: tuple[str, ...], value: Mapping[Any, Any], coul
     where = ".".join(keys) or "the top"
     if not could:
         return UnsupportedError(
-            f"holds no weights: no tensors at {where}, nor under {', '.join(_CONTAINERS)}",
+            f"holds no weights: no dict of tensors at {where}, nor under {', '.join(_CONTAINERS)}",
             path=file.path,
             problems=[f"{str(key)[:80]}: a {type(item).__name__}" for key, item in list(value.items())[:_MOST_LINES]],
             hint="save the weights as a dict of tensors, by themselves or under one of these keys",

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from reshard.cli.inspection import inspect
 from reshard.errors import CorruptSourceError, ReshardError, UnsupportedError
 from reshard.execution.verify import read_digests
 from reshard.formats import read_checkpoint
@@ -262,6 +263,17 @@ def test_links_of_a_hugging_face_cache_are_followed_into_its_own_blobs(tmp_path)
         index = read_checkpoint(folder, None)
         assert all(file.path.startswith(BLOB) for file in index.files)
         assert read_digests(index) == expected
+
+
+def test_inspection_of_such_a_cache_states_the_sizes_of_the_files_and_not_of_the_links(tmp_path):
+    snapshot = hub_cache(tmp_path)
+    sharded(tmp_path / "plain")
+    found = [
+        inspect(folder, lambda _, folder=folder: read_checkpoint(folder, None))
+        for folder in (snapshot, tmp_path / "plain")
+    ]
+    assert found[0].file_bytes == found[1].file_bytes == sum(path.stat().st_size for path in snapshot.iterdir())
+    assert found[0].num_files == found[1].num_files
 
 
 def abroad(root: Path, link: Path) -> None:
