@@ -93,7 +93,14 @@ class SourceChangedError(SourceError):
 
 
 class UnsafePickleError(SourceError):
-    """A pickle needs more than plain data."""
+    """A pickle needs more than plain data.
+
+    Attributes:
+        to_allow: the names that make the pickle acceptable once the user allows them all, with those that are allowed
+            already; empty if that is not possible.
+    """
+
+    to_allow: tuple[str, ...] = ()
 
 
 class StoreError(SourceError, OSError):

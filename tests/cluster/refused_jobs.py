@@ -127,6 +127,10 @@ REFUSED_AT_CREATION = [
         "spec.checkpoint.startOptions says how to read startFrom",
         with_field("spec.checkpoint", {"claimName": "ckpt", "startOptions": {"names": "names.yaml"}}),
     ),
+    *(
+        ("spec.checkpoint.allowedGlobals: expected", with_field("spec.checkpoint.allowedGlobals", ["a.B", name]))
+        for name in ("Progress", "mine.*", "mine..B", "mine.B\n", "mine.Gr\u00f6\u00dfe")
+    ),
     ("spec.checkpoint.claimName must be the name", with_field("spec.checkpoint.claimName", "My_Claim")),
     ("spec.accelerator.resource: the domain", with_field("spec.accelerator.resource", "kubernetes.io/gpu")),
     ("spec.accelerator.resource: the domain", with_field("spec.accelerator.resource", "node.kubernetes.io/gpu")),

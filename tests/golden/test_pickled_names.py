@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_trainer.virtual import open_virtual_commit
 from reshard.api import Conversion, RunOptions, convert, index_of
 from reshard.cli.main import main
 from reshard.commits.commit import read_commit
@@ -115,14 +116,14 @@ def own(tmp_path) -> Path:
 def test_an_allowed_name_is_carried_along_printed_and_recorded(own, tmp_path, capfd):
     target = tmp_path / "out"
     words = ["run", str(own), str(target), "--to", "dp=2"]
-    assert main(words) == 10
+    assert main(words) == UnsafePickleError.exit_code
     assert "--allow-global mine.Progress" in capfd.readouterr().err
     assert main([*words, "--allow-global", "mine.Progress", "--allow-global", "mine.Other", "--reread"]) == 0
     assert "note: --allow-global: pickles of the result may name mine.Other, mine.Progress" in capfd.readouterr().err
     assert read_commit(target).options["allow_globals"] == "mine.Other,mine.Progress"
     assert "mine.Progress" in names_of(target)
     assert main(["verify", str(own), str(target), "--allow-global", "mine.Progress"]) == 0
-    assert main(["verify", str(own), str(target)]) == 10
+    assert main(["verify", str(own), str(target)]) == UnsafePickleError.exit_code
 
 
 def test_the_library_takes_allowed_names(own, tmp_path):
@@ -133,6 +134,14 @@ def test_the_library_takes_allowed_names(own, tmp_path):
     assert "mine.Progress" in names_of(tmp_path / "out")
 
 
+def test_a_virtual_conversion_takes_allowed_names_and_is_loaded_without_them(own, tmp_path):
+    words = ["run", str(own), str(tmp_path / "v"), "--to", "dp=2", "--mode", "virtual"]
+    assert main(words) == UnsafePickleError.exit_code
+    assert main([*words, "--allow-global", "mine.Progress"]) == 0
+    with open_virtual_commit(tmp_path / "v", ranks=range(2), scratch=tmp_path) as opened:
+        assert "mine.Progress" in names_of(opened.folder)
+
+
 @pytest.mark.parametrize("name", ["os.system", "no_name", "a.*"])
 def test_what_cannot_be_allowed_is_an_error_of_usage(name, own, tmp_path, capfd):
     assert main(["run", str(own), str(tmp_path / "out"), "--to", "dp=2", "--allow-global", name]) == 2
@@ -140,7 +149,7 @@ def test_what_cannot_be_allowed_is_an_error_of_usage(name, own, tmp_path, capfd)
 
 
 def test_inspect_shows_a_checkpoint_and_lists_the_names_that_are_refused(own, capfd):
-    assert main(["inspect", str(own), "--json"]) == 10
+    assert main(["inspect", str(own), "--json"]) == UnsafePickleError.exit_code
     told = json.loads(capfd.readouterr().out)
     (problem,) = told["problems"]
     assert problem["kind"] == "UnsafePickleError"

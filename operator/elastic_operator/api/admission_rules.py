@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from elastic_operator.api.schema_types import GLOBAL_EXPECTED, GLOBAL_PATTERN
 from reshard.contract import Env
 
 
@@ -230,8 +231,8 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             ),
             (
                 "spec.template: resources.requests of the first container ask for a number of "
-                "spec.accelerator.resource "
-                "that spec.accelerator.perNode does not list: leave it out, the operator fills it in"
+                "spec.accelerator.resource that spec.accelerator.perNode does not list: leave it out, the operator "
+                "fills it in"
             ),
         ),
         Rule(
@@ -429,11 +430,8 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "spec.checkpoint.claimName": (
         Rule(
             "self.matches('^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$')",
-            (
-                "spec.checkpoint.claimName must be the name of a PersistentVolumeClaim: lower-case letters, "
-                "digits, '-' "
-                "and '.'"
-            ),
+            "spec.checkpoint.claimName must be the name of a PersistentVolumeClaim: lower-case letters, digits, "
+            "'-' and '.'",
         ),
     ),
     **_relative_path("spec.checkpoint.path", becomes="part of commands and environment variables"),
@@ -441,6 +439,9 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     **_relative_path("spec.checkpoint.startOptions.patterns", becomes="part of a command"),
     **_relative_path("spec.checkpoint.startOptions.names", becomes="part of a command"),
     **_relative_path("spec.checkpoint.startOptions.like", becomes="part of a command"),
+    "spec.checkpoint.allowedGlobals[]": (
+        Rule(f"self.matches('^{GLOBAL_PATTERN}$')", f"spec.checkpoint.allowedGlobals: expected {GLOBAL_EXPECTED}"),
+    ),
     "spec.reshard.template.spec": (
         Rule(
             "!has(self.restartPolicy) || self.restartPolicy == 'Never'",
@@ -453,16 +454,14 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             "!has(self.restartPolicy) || self.restartPolicy == 'Never'",
             (
                 "spec.template.spec.restartPolicy must be Never or absent: one rank that restarts alone would "
-                "block all "
-                "others; the operator restarts them together"
+                "block all others; the operator restarts them together"
             ),
         ),
         Rule(
             "!has(self.activeDeadlineSeconds)",
             (
                 "spec.template.spec.activeDeadlineSeconds would kill every attempt after that time and spend the "
-                "restart "
-                "budget: leave it out, and set spec.activeDeadlineSeconds for the whole job"
+                "restart budget: leave it out, and set spec.activeDeadlineSeconds for the whole job"
             ),
         ),
         Rule(

@@ -7,10 +7,11 @@ schema of the resource from them; code inside the operator constructs and replac
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Strict
+from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Strict
 from pydantic_core import PydanticCustomError, core_schema
 
 GIB = 2**30
@@ -135,3 +136,32 @@ Degree = Annotated[int, Strict(), Field(ge=1, le=1024), WHOLE, INT32]
 NodeCount = Annotated[int, Strict(), Field(ge=1, le=65_536), WHOLE, INT32]
 ZeroStage = Annotated[int, Strict(), Field(ge=0, le=3), WHOLE, INT32]
 Speed = Annotated[float, Strict(), Field(ge=0.000001, le=1_000_000, allow_inf_nan=False)]
+
+
+_MANAGER_NAME = re.compile(
+    r"[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9/%:@._~!$&()*+,;=-]+"
+)
+"""A path with a domain as its first part, as the API server demands it of `spec.managedBy` of a Job."""
+
+
+def _check_manager_name(name: str) -> str:
+    if not _MANAGER_NAME.fullmatch(name):
+        raise not_expected("a name with its domain such as kueue.x-k8s.io/multikueue")
+    return name
+
+
+ManagerName = Annotated[str, Strict(), Field(min_length=3, max_length=63), AfterValidator(_check_manager_name)]
+
+GLOBAL_PATTERN = "[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z_][A-Za-z0-9_]*)+"
+GLOBAL_EXPECTED = "the full name of one class or function, as my_package.state.Progress, not a pattern"
+"""Form of a name in `spec.checkpoint.allowedGlobals`, and its description."""
+
+
+def _check_global(name: str) -> str:
+    if not re.fullmatch(GLOBAL_PATTERN, name):
+        raise not_expected(GLOBAL_EXPECTED)
+    return name
+
+
+GlobalName = Annotated[str, Strict(), Field(max_length=256), AfterValidator(_check_global)]
+"""`reshard.formats.pt.trust` refuses names of functions that run code which the file chooses."""

@@ -147,6 +147,8 @@ def spec_hash(spec: Spec) -> str:
 def reshard_hash(spec: Spec) -> str:
     """Return a hash of the parts of the spec that only a reshard Job is made from."""
     parts = _plain(spec.reshard)
+    if spec.checkpoint.allowed_globals:  # else the hash equals that of older operators, which did not know the field
+        parts["allowed_globals"] = spec.checkpoint.allowed_globals
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 

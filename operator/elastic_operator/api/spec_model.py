@@ -30,6 +30,8 @@ from elastic_operator.api.schema_types import (
     CheckedAs,
     Degree,
     Flag,
+    GlobalName,
+    ManagerName,
     NodeCount,
     ReadAs,
     Speed,
@@ -77,8 +79,8 @@ class Activations(enum.StrEnum):
     FULL = "Full"
 
 
-def _without_repeats(items: tuple[int, ...]) -> tuple[int, ...]:
-    """Remove repeated numbers; the order expresses preference."""
+def _without_repeats(items: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Remove repeated items; the order expresses preference."""
     return tuple(dict.fromkeys(items))
 
 
@@ -100,20 +102,6 @@ SERVED_VERSIONS: Final = (VERSION, "v1beta1")
 
 OPERATOR_NAME: Final = f"{GROUP}/elastic-training-operator"
 """Value of `spec.managedBy` that names this operator; an absent field means the same."""
-
-_MANAGER_NAME = re.compile(
-    r"[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9/%:@._~!$&()*+,;=-]+"
-)
-"""A path with a domain as its first part, as the API server demands it of `spec.managedBy` of a Job."""
-
-
-def _check_manager_name(name: str) -> str:
-    if not _MANAGER_NAME.fullmatch(name):
-        raise not_expected("a name with its domain such as kueue.x-k8s.io/multikueue")
-    return name
-
-
-ManagerName = Annotated[str, Strict(), Field(min_length=3, max_length=63), AfterValidator(_check_manager_name)]
 
 UNIQUE = AfterValidator(_without_repeats)
 _Gibibytes = Annotated[float, Strict(), Field(ge=0.001, le=65_536, allow_inf_nan=False)]
@@ -331,6 +319,11 @@ class CheckpointSpec:
     pinned: Annotated[tuple[CommitName, ...], Field(max_length=MAX_RELEASED), UNIQUE, SET] = ()
     """Names of commits (a<N>/step-..., the end of their uri in status.checkpoint.history) that stay on the volume while
     they are listed here, for instance while an evaluation reads them. Pin a commit while it is in the history.
+    """
+    allowed_globals: Annotated[tuple[GlobalName, ...], Field(max_length=64), UNIQUE, SET] = ()
+    """Full names of classes and functions that pickles of the checkpoints may name besides those that frameworks write:
+    reshard --allow-global. Who loads a checkpoint runs what it names. After an edit, a conversion that has failed
+    begins anew; nothing else restarts.
     """
 
 

@@ -220,6 +220,7 @@ def reshard_job(
         str(attempt),
         # A plain DeepSpeed folder has no COMMIT.json; it may hold several checkpoints, or another format.
         *(start_arguments(spec) if current.resume.external else ("--require-commit",)),
+        *(word for name in spec.checkpoint.allowed_globals for word in ("--allow-global", name)),
         *mode,
     ]
     owner = [{"name": str(key), "value": value} for key, value in _owner_env(job, spec).items()]

@@ -57,6 +57,7 @@ FINAL_EXIT_CODES = (ExitCode.USAGE, ExitCode.UNSUPPORTED, ExitCode.PLAN_INVALID)
 INVALID_SOURCE_EXIT_CODES = (ExitCode.SOURCE_INVALID, ExitCode.SOURCE_CHANGED)
 """Exit codes after which the commit is invalid: it is damaged, or it was changed after it was committed."""
 
+_EDITED = "spec.reshard or spec.checkpoint.allowedGlobals was edited"
 
 KILLED_EXIT_CODES = (ExitCode.INTERNAL, ExitCode.INTERRUPTED)
 """Exit codes of a conversion that may have been killed because of its memory."""
@@ -201,7 +202,7 @@ def _begin_try(context: Context, reshard: ReshardStatus) -> ReshardStatus:
     wanted = reshard_hash(context.spec)
     if reshard.spec_hash in ("", wanted):  # empty: no Job yet, or an older operator kept no hash
         return dataclasses.replace(reshard, spec_hash=wanted)
-    context.emit("SpecChanged", f"spec.reshard was edited: {reshard.job_name} begins anew, with all its retries")
+    context.emit("SpecChanged", f"{_EDITED}: {reshard.job_name} begins anew, with all its retries")
     return dataclasses.replace(reshard, spec_hash=wanted, failures=0, interruptions=0, retry_time=None)
 
 
@@ -220,7 +221,7 @@ def _follow_start(context: Context, status: Status, current: Current, reshard: R
         is_edited = bool(reshard.spec_hash)  # an older operator kept no hash
         reshard = dataclasses.replace(reshard, spec_hash=wanted, failed_uid=job.uid if is_edited else "")
         if is_edited:
-            context.emit("SpecChanged", f"spec.reshard was edited: {job.name}, which has not started, is created again")
+            context.emit("SpecChanged", f"{_EDITED}: {job.name}, which has not started, is created again")
         return dataclasses.replace(status, reshard=reshard)
     waited = context.now - trouble.since
     if reshard_pods.is_waiting_for_room(trouble, pods) and waited >= context.limits.unschedulable_seconds:

@@ -38,4 +38,5 @@ def is_final(code: int | None) -> bool:
 
 def format_advice(job: str) -> str:
     """Return what a person can do after the last try."""
-    return f"correct spec.checkpoint.startFrom or startOptions, or the checkpoint, then: kubectl etj retry {job}"
+    fields = "spec.checkpoint.startFrom, startOptions or allowedGlobals"
+    return f"correct {fields}, or the checkpoint, then: kubectl etj retry {job}"

@@ -18,6 +18,7 @@ from typing import Any
 
 from reshard.cli.arguments import check
 from reshard.cli.commands import VERBS
+from reshard.cli.job_env import list_error_lines
 from reshard.cli.options import parse
 from reshard.cli.output import check_report, open_streams, write_data, write_log, write_report
 from reshard.cli.render import error_value
@@ -40,7 +41,7 @@ def run(words: Sequence[str]) -> int:
             with trusting(options.allow_global):
                 result = VERBS[options.verb](options)
     except ReshardError as error:
-        return _failed(options, error, error.exit_code, [*error.lines(), *_notes(error)], started)
+        return _failed(options, error, error.exit_code, [*list_error_lines(error), *_notes(error)], started)
     except KeyboardInterrupt as error:
         return _failed(options, error, ExitCode.INTERRUPTED, _interrupted(options, error), started)
     except Exception as error:

@@ -7,6 +7,10 @@ import re
 from pathlib import Path
 
 from reshard.contract import Env
+from reshard.errors import ReshardError, UnsafePickleError
+
+ALLOWED_GLOBALS = "spec.checkpoint.allowedGlobals"
+"""Field of the job's resource that the operator passes on as `--allow-global`."""
 
 _ATTEMPT = re.compile(r"a[0-9]+/")
 """Folder of an attempt. Only a source in such a folder shows that the job resumes its own run: see `claim_root`."""
@@ -35,3 +39,17 @@ def claim_checkpoint_root(source: Path, target: Path) -> str:
         resumes=source.is_relative_to(root) and _ATTEMPT.match(source.relative_to(root).as_posix()) is not None,
     )
     return uid
+
+
+def list_error_lines(error: ReshardError) -> list[str]:
+    """Return the lines of an error; in a pod of a job, name the field of its spec instead of `--allow-global`.
+
+    The field comes before the lines that a long report loses.
+    """
+    lines = error.lines()
+    if not os.environ.get(Env.JOB):
+        return lines
+    first = lines[0].replace("--allow-global", ALLOWED_GLOBALS)
+    to_allow = error.to_allow if isinstance(error, UnsafePickleError) else ()
+    advice = f"if you know what these do, set {ALLOWED_GLOBALS}: [{', '.join(to_allow)}]"
+    return [first, *([advice] if to_allow else []), *lines[1:]]

@@ -72,7 +72,8 @@ def describe_pin(context: Context, status: Status) -> str:
         again = "The conversion is tried again after"
     return (
         f"resharding failed; waiting for nodes for {short(status.pinned)}, the topology of the commit. The commit is "
-        f"intact. {again} an edit of spec.reshard or spec.template, or kubectl etj retry {context.job.name}."
+        f"intact. {again} an edit of spec.checkpoint.allowedGlobals, spec.reshard or spec.template, or "
+        f"kubectl etj retry {context.job.name}."
     )
 
 

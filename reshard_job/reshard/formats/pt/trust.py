@@ -178,6 +178,7 @@ def refuse_globals(refused: Iterable[Global], made: Iterable[Inert], value: Any,
         problems=problems,
         hint=_hint(names),
     )
+    error.to_allow = tuple(sorted({*trusted, *map(str, names)})) if _can_allow(names) else ()
     findings = _current().findings
     if findings is None:
         raise error
@@ -197,6 +198,10 @@ def _is_dangerous(name: Global) -> bool:
     return root in _NEVER or (root in _BUILTINS and name not in KNOWN)
 
 
+def _can_allow(names: Iterable[Global]) -> bool:
+    return not any(_is_dangerous(name) or "." in name.name or not _NAME.fullmatch(str(name)) for name in names)
+
+
 def _to_printable(name: str | int | Global) -> str:
     """Convert a name or key to text that can be printed on a terminal."""
     text = str(name)[:200]
@@ -206,8 +211,11 @@ def _to_printable(name: str | int | Global) -> str:
 def _hint(names: list[Global]) -> str:
     if any(_is_dangerous(name) for name in names):
         return "do not load this file with anything: it was made to run code"
-    if any("." in name.name for name in names):
-        return "save the checkpoint again without objects of classes that are defined inside of others"
+    if not _can_allow(names):
+        return (
+            "save the checkpoint again without objects of classes that are defined inside of others, or whose names are"
+            " not ASCII"
+        )
     some = " ".join(f"--allow-global {_to_printable(name)}" for name in names[:3])
     return (
         "who loads the result runs what it names: if you know who wrote the checkpoint, and what these do, add"

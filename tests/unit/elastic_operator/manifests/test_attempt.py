@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from elastic_operator.api.spec import parse_spec
+from elastic_operator.api.spec import parse_spec, reshard_hash, spec_hash
 from elastic_operator.api.status import Current, Resume
 from elastic_operator.manifests.attempt import (
     JobRef,
@@ -251,6 +252,26 @@ def test_a_reshard_job_goes_on_with_what_an_earlier_try_has_left(
     accepted = options.parse([word.replace("$(JOB_COMPLETION_INDEX)", "0") for word in container["args"]])
     arguments.check(accepted)
     assert bool(accepted.resume) == ("--resume" in given), "the resharder takes these words together"
+
+
+@pytest.mark.parametrize("mode", [(), ("--mode", "virtual")], ids=["files", "virtual"])
+@pytest.mark.parametrize("external", [False, True], ids=["own-commit", "start-from"])
+def test_every_conversion_gets_the_names_that_pickles_may_hold(mode: tuple[str, ...], external: bool) -> None:
+    value = copy.deepcopy(SPEC)
+    value["checkpoint"] |= {"allowedGlobals": ["mine.Progress", "__main__.State", "mine.Progress"]}
+    current = dataclasses.replace(CURRENT, resume=dataclasses.replace(CURRENT.resume, external=external))
+    found = reshard_job(JOB, parse_spec(value), 4, current, mode=mode)["spec"]["template"]["spec"]
+    accepted = options.parse(found["containers"][0]["args"])
+    arguments.check(accepted)
+    assert accepted.allow_global == ["mine.Progress", "__main__.State"]
+
+
+def test_allowed_names_are_part_of_a_conversion_and_not_of_an_attempt() -> None:
+    plain = parse_spec(SPEC)
+    allowed = parse_spec({**SPEC, "checkpoint": {**SPEC["checkpoint"], "allowedGlobals": ["mine.Progress"]}})
+    empty = parse_spec({**SPEC, "checkpoint": {**SPEC["checkpoint"], "allowedGlobals": []}})
+    assert spec_hash(allowed) == spec_hash(plain), "an edit restarts no training"
+    assert reshard_hash(allowed) != reshard_hash(plain) == reshard_hash(empty)
 
 
 def test_a_reshard_template_keeps_its_own_command() -> None:

@@ -13,7 +13,7 @@ from elastic_operator.api.status import Phase, Status
 from elastic_operator.api.status_reader import read_status
 from elastic_operator.observed.observation import NodeView, Observation, PodView
 from elastic_operator.observed.timeouts import Timeouts
-from elastic_operator.reconcile.actions import Decision
+from elastic_operator.reconcile.actions import Create, Decision
 from elastic_operator.reconcile.decide import decide
 from elastic_operator.reconcile.failures.pinned_topology import FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS
 from elastic_operator.reconcile.user_requests import can_retry_conversion
@@ -153,10 +153,19 @@ def test_a_conversion_that_is_interrupted_again_and_again_is_dropped_where_the_c
 
 
 EDITED: dict[str, Any] = {"reshard": {"resources": {"requests": {"memory": "256Mi"}}}}
+ALLOWED: dict[str, Any] = {"checkpoint": {"claimName": "ckpt", "path": "gpt", "allowedGlobals": ["mine.Progress"]}}
 TEMPLATE: dict[str, Any] = {"template": {"spec": {"containers": [{"name": "train", "image": "other"}]}}}
+EDITS = pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(EDITED, id="reshard"),
+        pytest.param(ALLOWED, id="allowed-globals"),
+        pytest.param(TEMPLATE, id="template"),
+    ],
+)
 
 
-@pytest.mark.parametrize("changes", [pytest.param(EDITED, id="reshard"), pytest.param(TEMPLATE, id="template")])
+@EDITS
 def test_an_edit_ends_the_pause_before_the_next_try(changes: dict[str, Any]) -> None:
     status, _ = repeat(resharding(), 9, PREEMPTED)
     paused = look(status, ended(PREEMPTED, uid="last"), now=NOW + 5000).status
@@ -186,7 +195,7 @@ FINAL = pod(node="n1", phase="Failed", exit_code=ExitCode.UNSUPPORTED, terminati
 
 
 @pytest.mark.parametrize("cause", [pytest.param(BROKEN, id="tries-used-up"), pytest.param(FINAL, id="unsupported")])
-@pytest.mark.parametrize("changes", [pytest.param(EDITED, id="reshard"), pytest.param(TEMPLATE, id="template")])
+@EDITS
 def test_an_edit_lifts_a_pin_and_converts_at_once(cause: PodView, changes: dict[str, Any]) -> None:
     status = pinned(cause)
     decision = look(status, Observation(nodes=TWO), now=NOW + 200, **changes)
@@ -195,6 +204,12 @@ def test_an_edit_lifts_a_pin_and_converts_at_once(cause: PodView, changes: dict[
     assert (decision.status.current.topology, decision.status.pinned) == (SMALL, None)
     assert "Create" in kinds(decision)
     assert "SpecChanged" in [event.reason for event in decision.events]
+    (arguments,) = (
+        action.manifest["spec"]["template"]["spec"]["containers"][0]["args"]
+        for action in decision.actions
+        if isinstance(action, Create)
+    )
+    assert ("--allow-global" in arguments) is (changes is ALLOWED)
 
 
 @pytest.mark.parametrize("cause", [pytest.param(BROKEN, id="tries-used-up"), pytest.param(FINAL, id="unsupported")])
@@ -277,7 +292,10 @@ def test_a_conversion_that_is_not_supported_is_not_repeated_by_itself() -> None:
     status = pinned(FINAL, tries=1)
     week = look(status, Observation(nodes=TWO), now=NOW + 7 * 86400)
     assert (week.status.phase, week.status.pinned, kinds(week)) == (Phase.WAITING, BIG, [])
-    assert "an edit of spec.reshard or spec.template, or kubectl etj retry gpt" in week.status.message
+    assert (
+        "an edit of spec.checkpoint.allowedGlobals, spec.reshard or spec.template, or kubectl etj retry gpt"
+        in week.status.message
+    )
 
 
 def test_nodes_for_the_pinned_topology_are_used_without_another_conversion() -> None:
