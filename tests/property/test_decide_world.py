@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from elastic_operator.api.serialization import format_time
 from elastic_operator.api.status import Phase
 from tests.property.cluster_model.cluster import EXTERNAL_STEP, NODES, START, STEPS
 from tests.property.cluster_model.traces import (
@@ -106,7 +107,8 @@ def play_scenario(
 
 @pytest.mark.slow
 def test_any_order_of_events_and_crashes_ends_complete() -> None:
-    play_scenario({"external": ("", "", "old/global_step10")})
+    setups = {"external": ("", "", "old/global_step10"), "sidecar": ("", "before", "after")}
+    play_scenario(setups, effects=EFFECTS | {"a sidecar outlives its pod's container"})
 
 
 @pytest.mark.slow
@@ -164,6 +166,26 @@ def test_a_dcp_job_shrinks_at_once_and_converts_to_grow_only_where_that_pays(num
     assert [item["startMode"] for item in recoveries] == modes
     assert ["conversion" in item for item in recoveries] == [mode == "Reshard" for mode in modes]
     assert world.phase == Phase.RUNNING
+
+
+@pytest.mark.parametrize("sidecar", ["before", "after"])
+def test_a_container_that_never_ends_holds_nothing_up(sidecar: str) -> None:
+    world = World(setup=Setup(sidecar=sidecar, steps=60))
+    moments: dict[str, float] = {}
+    for second in range(200):
+        world.tick()
+        world.operate()
+        moments.setdefault(world.phase, world.now - START)
+        if second == 10:
+            world.fail_pod(1, 7)
+        if second == 40:
+            world.kill("n2")
+    failure, loss = world.status["recoveries"][:2]
+    assert (failure["cause"], failure["exitCode"], loss["cause"]) == ("PodFailed", 7, "NodeNotReady")
+    assert failure["detectTime"] == format_time(START + 12), "at the next look"
+    assert loss["conversion"]["verified"]
+    assert moments[Phase.COMPLETE] < 150
+    assert not world.pods
 
 
 @pytest.mark.parametrize("name", KEPT)

@@ -12,6 +12,10 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, Strict, WithJsonSchema
 
 from elastic_operator.api.schema_types import INT32, INT64, OPEN, WHOLE, Flag, not_expected
+from reshard.contract import GROUP
+
+MAIN_CONTAINER = f"{GROUP}/container"
+"""Annotation of each pod that the operator renders: name of the container that trains or converts."""
 
 
 def _check_quantity(value: Any) -> Any:

@@ -14,6 +14,7 @@ import posixpath
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic_operator.api.pod_template import MAIN_CONTAINER
 from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Current, short
 from elastic_operator.manifests.gang import join_gang, pod_group
@@ -31,6 +32,7 @@ RETRY_REQUESTED = f"{GROUP}/retry-requested"
 _VOLUME = "etj-checkpoint"
 _SCRATCH_VOLUME = "etj-scratch"
 SCRATCH_MOUNT = "/etj-scratch"
+_DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
 _INDEX = "batch.kubernetes.io/job-completion-index"
 
 
@@ -314,6 +316,8 @@ def _template(template: Mapping[str, Any], labels: Mapping[str, str]) -> dict[st
     result: dict[str, Any] = copy.deepcopy(dict(template))
     meta = result.setdefault("metadata", {}) or {}
     meta["labels"] = {**(meta.get("labels") or {}), **labels}
+    main = result["spec"]["containers"][0]["name"]
+    meta["annotations"] = {_DEFAULT_CONTAINER: main, **(meta.get("annotations") or {}), MAIN_CONTAINER: main}
     result["metadata"] = meta
     return result
 

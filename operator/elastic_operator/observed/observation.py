@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from elastic_operator.api import pod_reports
 from elastic_operator.api.claim_path import Start
 from elastic_operator.api.serialization import parse_time
+from elastic_operator.observed.containers import find_end, find_waiting_state, list_survivors, name_main_container
 from elastic_operator.observed.health_monitors import NO_RULES, Rules, find_health_problems, is_shutdown
 from elastic_operator.observed.placement.pod_resources import extended_only, parse_builtin, parse_extended, pod_requests
 from elastic_operator.observed.placement.volumes import ClaimView
@@ -102,8 +103,9 @@ class PodView:
         requests: accelerators requested, by resource name.
         scheduled_at: when the operator first saw that the scheduler had bound it to its node.
         failed_at: when the operator first saw that the pod had failed (`has_failed`).
-        exit_code: of the first container, once it has terminated.
-        termination_message: of the first container.
+        exit_code: of the container that trains or converts, once it has terminated.
+        termination_message: of the same container.
+        outlived_by: names of the containers that run on in the pod after that one has ended; empty if none does.
         deletion_grace_seconds: grace period of the deletion, which `deleted_at` includes.
         waiting_reason: why a container does not run, for instance `ErrImagePull`.
         disruption: reason of the DisruptionTarget condition.
@@ -135,6 +137,7 @@ class PodView:
     exit_code: int | None = None
     exit_reason: str = ""
     termination_message: str = ""
+    outlived_by: str = ""
     waiting_reason: str = ""
     waiting_message: str = ""
     status_reason: str = ""
@@ -153,6 +156,15 @@ class PodView:
     def terminal(self) -> bool:
         """True if no container of the pod runs any more."""
         return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def outcome(self) -> str:
+        """`Succeeded` or `Failed` once the pod's work is over, even if another container holds it open; else empty."""
+        if self.terminal:
+            return self.phase
+        if not self.outlived_by or (self.exit_code and self.deleted_at is not None):  # killed by its deletion
+            return ""
+        return "Failed" if self.exit_code else "Succeeded"
 
     @property
     def has_failed(self) -> bool:
@@ -181,6 +193,7 @@ class JobView:
 
     Attributes:
         created_at: when the operator first saw the Job.
+        num_pods: `spec.completions`.
         suspended: `spec.suspend`, which the operator never sets; a queueing system or a person does.
         owner: UID of the ElasticTrainingJob that controls the Job, empty for none.
     """
@@ -195,6 +208,7 @@ class JobView:
     failed_message: str = ""
     deleting: bool = False
     suspended: bool = False
+    num_pods: int = 1
     created_at: float | None = None
     finished_at: float | None = None
     owner: str = ""
@@ -369,9 +383,9 @@ def pod_view(pod: Mapping[str, Any]) -> PodView:
     meta, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     labels = meta.get("labels") or {}
     containers = status.get("containerStatuses") or []
-    first = _first_status(spec, containers)
-    state = first.get("state") or {}
-    waiting = _find_waiting_state([*(status.get("initContainerStatuses") or []), *containers])
+    main = name_main_container(pod)
+    end = find_end(status, main)
+    waiting = find_waiting_state([*(status.get("initContainerStatuses") or []), *containers])
     conditions = {item.get("type"): item for item in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled", {})
     owner = controller_of(meta, "Job")
@@ -389,9 +403,10 @@ def pod_view(pod: Mapping[str, Any]) -> PodView:
         deletion_grace_seconds=int(meta.get("deletionGracePeriodSeconds") or 0),
         requests=extended_only(pod_requests(spec)),
         scheduled_at=parse_time(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
-        exit_code=(state.get("terminated") or {}).get("exitCode"),
-        exit_reason=_shorten((state.get("terminated") or {}).get("reason") or ""),
-        termination_message=((state.get("terminated") or {}).get("message") or "")[: pod_reports.MAX_MESSAGE],
+        exit_code=end.get("exitCode"),
+        exit_reason=_shorten(end.get("reason") or ""),
+        termination_message=(end.get("message") or "")[: pod_reports.MAX_MESSAGE],
+        outlived_by=_shorten(", ".join(list_survivors(status, main))),
         waiting_reason=_shorten(waiting.get("reason") or ""),
         waiting_message=_shorten(waiting.get("message") or ""),
         status_reason=_shorten(status.get("reason") or ""),
@@ -435,6 +450,7 @@ def job_view(job: Mapping[str, Any]) -> JobView:
         failed_message=_shorten((failed or {}).get("message") or ""),
         deleting=bool(meta.get("deletionTimestamp")),
         suspended=bool((job.get("spec") or {}).get("suspend")),
+        num_pods=int((job.get("spec") or {}).get("completions") or 1),
         finished_at=parse_time((finished or {}).get("lastTransitionTime")),
         owner=controller_of(meta, KIND).get("uid", ""),
     )
@@ -477,19 +493,6 @@ def _parse_whole_number(text: str | None) -> int | None:
 
 
 _WHOLE = re.compile(r"[0-9]{1,9}")
-
-
-def _first_status(spec: Mapping[str, Any], statuses: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    names = [container.get("name") for container in spec.get("containers") or ()]
-    return next((item for item in statuses if names and item.get("name") == names[0]), statuses[0] if statuses else {})
-
-
-def _find_waiting_state(statuses: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    states = [(item.get("state") or {}).get("waiting") for item in statuses]
-    return next((state for state in states if state and state.get("reason") not in _ORDINARY_WAITS), {})
-
-
-_ORDINARY_WAITS = ("ContainerCreating", "PodInitializing", None)
 
 
 def _true_reason(condition: Mapping[str, Any]) -> str:

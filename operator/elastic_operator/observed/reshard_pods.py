@@ -1,14 +1,18 @@
-"""Find out why the pods of a reshard Job do not convert: none can start, or one was killed. Pure."""
+"""What the pods of a reshard Job say: their reports, and why none of them converts. Pure."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+from elastic_operator.api import pod_reports
+from elastic_operator.api.validation import shorten
 from elastic_operator.observed.failure_classes import is_infrastructure
 from elastic_operator.observed.observation import RESHARD, JobView, Observation, PodView
 from elastic_operator.observed.signal_kinds import Kind
 from elastic_operator.observed.signals import Signal, detect_pod_signals
+from reshard.contract import ReshardReport, sentence
 
 OUT_OF_MEMORY = "OutOfMemory"
 """Reason of a failed conversion whose pod was killed because of its memory."""
@@ -19,6 +23,8 @@ UNPLACED_SECONDS = 600.0
 _PULL_REASONS = ("ErrImagePull", "ImagePullBackOff")
 """Reasons of a waiting container whose registry may answer again."""
 
+RESHARD_MODES = ("materialize", "virtual")
+
 _SHOWN = (Kind.IMAGE, Kind.UNSCHEDULABLE)
 
 
@@ -26,6 +32,22 @@ def select_reshard_pods(world: Observation, job: JobView) -> tuple[PodView, ...]
     """Return the pods of one reshard Job; those of an earlier Job of its name may still be there."""
     pods = (pod for pod in world.pods if pod.role == RESHARD and pod.attempt == job.attempt)
     return tuple(pod for pod in pods if pod.owner in ("", job.uid))
+
+
+def judge_job(job: JobView, pods: Collection[PodView]) -> JobView:
+    """Return a reshard Job as complete or failed if its containers say so, while others run on in its pods.
+
+    Such a Job does not end before its deadline. One success completes it; it has failed if all its pods have.
+    """
+    held_open = [pod for pod in pods if pod.outlived_by]
+    if not held_open or job.complete or job.failed:
+        return job
+    if any(pod.outcome == "Succeeded" for pod in held_open):
+        return dataclasses.replace(job, complete=True)
+    if len(pods) < job.num_pods or any(pod.outcome != "Failed" for pod in pods):
+        return job
+    message = f"the container of {held_open[0].name} failed, while {held_open[0].outlived_by} goes on"
+    return dataclasses.replace(job, failed=True, failed_reason="ContainerFailed", failed_message=message)
 
 
 def detect_start_trouble(pods: Collection[PodView], job: JobView, now: float) -> Signal | None:
@@ -71,7 +93,7 @@ def find_interruption(pods: Collection[PodView], job: JobView, now: float) -> Si
     """
     if job.failed_reason == "DeadlineExceeded":
         return None
-    ended = [dataclasses.replace(pod, phase="Failed") for pod in pods if pod.phase == "Failed" or pod.disruption]
+    ended = [dataclasses.replace(pod, phase="Failed") for pod in pods if pod.outcome == "Failed" or pod.disruption]
     if not ended and all(pod.deleted_at is not None and not pod.terminal for pod in pods):
         message = f"the pods of Job {job.name} are gone: they were preempted, evicted or deleted"
         return Signal(kind=Kind.POD_DELETED, since=now, message=message)
@@ -89,7 +111,7 @@ def describe_failed_pods(pods: Collection[PodView], now: float) -> tuple[str, st
     killed = find_killed_pod(pods)
     if killed is not None:
         return OUT_OF_MEMORY, f"pod {killed.name} on node {killed.node} ran out of memory (OOMKilled)"
-    failed = (pod for pod in pods if pod.phase == "Failed" or pod.disruption)
+    failed = (pod for pod in pods if pod.outcome == "Failed" or pod.disruption)
     signals = sorted(
         (signal for pod in failed for signal in detect_pod_signals(pod, now)),
         key=lambda signal: list(Kind).index(signal.kind),
@@ -97,3 +119,47 @@ def describe_failed_pods(pods: Collection[PodView], now: float) -> tuple[str, st
     if not signals:
         return None
     return "NoReport", signals[0].message
+
+
+def report_of(pods: Sequence[PodView]) -> ReshardReport | None:
+    """Return the report in the termination messages of one attempt's reshard pods, or None.
+
+    If several pods shared a conversion, the report of the pod that completed it counts. If all failed, the newest
+    report counts.
+    """
+    reports: list[ReshardReport] = []
+    for pod in sorted(pods, key=lambda pod: pod.created_at or 0.0, reverse=True):
+        if pod.termination_message:
+            with contextlib.suppress(ValueError):
+                reports.append(_parse_report(pod))
+    return max(reports, key=lambda report: (report.ok, report.bytes_written if report.ok else 0), default=None)
+
+
+def report_problems(pods: Sequence[PodView]) -> list[tuple[str, str]]:
+    """Return the reshard pods whose termination message is not a valid report, and why."""
+    problems: list[tuple[str, str]] = []
+    for pod in pods:
+        if pod.termination_message:
+            try:
+                _parse_report(pod)
+            except ValueError as error:
+                problems.append((f"Pod {pod.name}: termination message", sentence(str(error), pod_reports.TEXT_BYTES)))
+    return problems
+
+
+def _parse_report(pod: PodView) -> ReshardReport:
+    """Parse the report of a reshard pod, with each text in one line.
+
+    Raises:
+        ValueError: the termination message is not a valid report.
+    """
+    report = ReshardReport.from_json(pod.termination_message)
+    if report.mode not in RESHARD_MODES:
+        raise ValueError(f"mode: expected one of {', '.join(RESHARD_MODES)}, found {shorten(report.mode)}")
+    if report.ok != (report.exit_code == 0):
+        raise ValueError(f"ok: expected {report.exit_code == 0} with exitCode {report.exit_code}, found {report.ok}")
+    return dataclasses.replace(
+        report,
+        message=sentence(report.message, pod_reports.TEXT_BYTES),
+        mode_reason=sentence(report.mode_reason, pod_reports.TEXT_BYTES),
+    )

@@ -318,13 +318,15 @@ def detect_pod_signals(pod: PodView, now: float) -> list[Signal]:
     if pod.phase == "Failed" and pod.exit_code is None and _is_rejection(pod.status_reason):
         message = f"the kubelet of node {node} rejected pod {name}: {pod.status_reason}"
         return [Signal(kind=Kind.POD_REJECTED, node=node, pod=name, since=now, message=message)]
-    if pod.phase == "Failed" and pod.exit_reason in _LOST:
+    if pod.outcome == "Failed" and pod.exit_reason in _LOST:
         message = f"pod {name}{on_node} was lost in a restart of its node: {pod.exit_reason}"
         return [Signal(kind=Kind.POD_LOST, node=node, pod=name, since=now, message=message)]
-    if pod.phase == "Failed":
+    if pod.outcome == "Failed":
         code = "no exit code" if pod.exit_code is None else f"exit code {pod.exit_code}"
+        code = "a container beside the training, which ended with exit code 0" if pod.exit_code == 0 else code
         reason = pod.status_reason or pod.exit_reason
-        message = f"pod {name}{on_node} failed with {code}{f' ({reason})' if reason else ''}"
+        others = f", while {pod.outlived_by} goes on" if pod.outlived_by else ""
+        message = f"pod {name}{on_node} failed with {code}{f' ({reason})' if reason else ''}{others}"
         return [Signal(kind=Kind.POD_FAILED, node=node, pod=name, since=now, message=message)]
     if pod.deleted_at is not None:
         message = f"pod {name}{on_node} was deleted by someone else"
@@ -426,7 +428,7 @@ def detect_attempt_signals(
     # A queueing system suspends a Job until it admits it; that time is not part of the start.
     is_queued = job is not None and job.suspended and not pods
     step_time = (lease.step_seen_at if lease is not None else None) or 0.0
-    live = [pod for pod in pods if pod.node and not pod.terminal]
+    live = [pod for pod in pods if pod.node and not pod.outcome]
     signals = [_not_before(signal, world.evidence_since) for signal in _detect_training_pods(pods, now)]
     running: dict[str, list[PodView]] = {}
     for pod in live:
@@ -456,7 +458,7 @@ def detect_attempt_signals(
         floor=world.evidence_since,
     )
     # A rank 0 that has failed is silent for that reason.
-    has_rank_0_failed = any(pod.index == 0 and pod.phase == "Failed" for pod in pods)
+    has_rank_0_failed = any(pod.index == 0 and pod.outcome == "Failed" for pod in pods)
     is_silence_explained = has_rank_0_failed or (world.is_widespread and not world.is_hold_over)
     signals += [item for item in lease_signals if not (is_silence_explained and item.kind is Kind.HEARTBEAT_STALE)]
     if job is None and job_seen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from elastic_operator.observed.containers import name_main_container
 from elastic_operator.observed.observation import pod_view
 from elastic_operator.plugin.cluster import Cluster
 from elastic_operator.plugin.errors import Exit, PluginError
@@ -27,7 +28,7 @@ def logs(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any] | None
     pod = choose_pod(options.name, read_status(resource), [pod_view(item) for item in pods], wanted, name)
     if reason := explain_missing_log(pod):
         raise PluginError(Exit.REFUSED, reason)
-    container = next(item["spec"]["containers"][0]["name"] for item in pods if item["metadata"]["name"] == pod.name)
+    container = name_main_container(next(item for item in pods if item["metadata"]["name"] == pod.name))
     lines = cluster.logs(
         pod.name, container, follow=options.follow, tail_lines=options.tail, timestamps=options.timestamps
     )

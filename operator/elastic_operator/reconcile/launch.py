@@ -30,7 +30,6 @@ from elastic_operator.manifests.attempt import reshard_name
 from elastic_operator.observed import commit_history, reshard_pods
 from elastic_operator.observed.capacity import Capacity
 from elastic_operator.observed.observation import RESHARD, JobView, PodView
-from elastic_operator.observed.reshard_reports import report_of
 from elastic_operator.observed.signal_kinds import KINDS, Kind
 from elastic_operator.planning import planner
 from elastic_operator.reconcile import progress, recovery, reshard_mode, start_from
@@ -182,7 +181,8 @@ def _follow_reshard(context: Context, status: Status, current: Current) -> Statu
     if job.uid == reshard.failed_uid:
         return status
     pods = reshard_pods.select_reshard_pods(context.world, job)
-    report = report_of(pods)
+    job = reshard_pods.judge_job(job, pods)
+    report = reshard_pods.report_of(pods)
     if report is not None and progress.find_misplaced_folders(current, report):
         report = None  # reported as a condition; a report about another target or source is ignored
     if job.complete and report is None and is_report_pending(pods):
@@ -278,7 +278,7 @@ def _return_to_commit(context: Context, status: Status, current: Current, troubl
 
 def is_report_pending(pods: Collection[PodView]) -> bool:
     """Return whether a pod has not ended yet: Jobs and pods are read side by side, so the Job may be the newer one."""
-    return any(not pod.terminal for pod in pods)
+    return any(not pod.outcome for pod in pods)
 
 
 def _finish_reshard(

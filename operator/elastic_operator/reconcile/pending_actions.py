@@ -101,15 +101,20 @@ def _stop_attempts(context: Context, status: Status) -> Iterator[Action]:
 def _stop_completed(context: Context, status: Status) -> Iterator[Action]:
     """Stop pods of the completed attempt that do not end by themselves: they hold accelerators, quota and the resource.
 
-    Pods on lost nodes cannot end. A process elsewhere may still have something to do after the last commit, but no
-    longer than `recovery.hangSeconds`. The Job controller stops its peers as soon as one pod is deleted.
+    Pods on lost nodes cannot end, and neither can those that another container holds open. A process elsewhere may
+    still have something to do after the last commit, but no longer than `recovery.hangSeconds`. The Job controller
+    stops its peers as soon as one pod is deleted.
     """
     pods = [pod for pod in context.world.workers(status.attempt) if not pod.terminal]
     if not pods:
         return
     lost = find_lost_nodes(context, status)
     since = status.finish_time if status.finish_time is not None else context.now
-    if context.now - since >= context.spec.recovery.hang_seconds or all(pod.node in lost for pod in pods):
+    has_ended = all(pod.node in lost or pod.outcome for pod in pods)
+    job = context.world.job(status.attempt)
+    if has_ended and job is not None and not job.deleting and any(pod.outlived_by for pod in pods):
+        yield DeleteJob(name=job.name, uid=job.uid)  # it would count the deleted pods as failures
+    if has_ended or context.now - since >= context.spec.recovery.hang_seconds:
         yield from _delete_pods(context, status, pods)
 
 
@@ -127,7 +132,10 @@ def _gang(context: Context) -> str:
 
 
 def _stop_reshard(context: Context, status: Status) -> Iterator[Action]:
-    """Delete reshard Jobs that no attempt waits for; a finished Job stays, for its logs, until the next one."""
+    """Delete reshard Jobs that no attempt waits for; a finished Job stays, for its logs, until the next one.
+
+    A Job whose conversion is done, and which another container keeps from its end, does not stay.
+    """
     for job in context.world.jobs:
         if job.role == RESHARD and not job.deleting and _is_superseded(status, job):
             yield DeleteJob(name=job.name, uid=job.uid)
@@ -141,9 +149,10 @@ def _stop_reshard(context: Context, status: Status) -> Iterator[Action]:
 def _is_superseded(status: Status, job: JobView) -> bool:
     if status.reshard is not None and job.uid == status.reshard.failed_uid:
         return True
+    is_unfinished = not (job.complete or job.failed)
     if job.attempt == status.attempt and status.current is not None:
-        return False
-    return not (job.complete or job.failed) or job.attempt < status.attempt - 1
+        return is_unfinished and status.current.resume.ready
+    return is_unfinished or job.attempt < status.attempt - 1
 
 
 def _delete_pods(context: Context, status: Status, pods: list[PodView]) -> Iterator[Action]:

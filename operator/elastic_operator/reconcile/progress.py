@@ -24,7 +24,7 @@ from elastic_operator.manifests.attempt import checkpoint_root
 from elastic_operator.observed import commit_history
 from elastic_operator.observed.observation import RESHARD, LeaseView
 from elastic_operator.observed.pending_starts import MAX_AWAITED, Protection
-from elastic_operator.observed.reshard_reports import report_of, report_problems
+from elastic_operator.observed.reshard_pods import report_of, report_problems
 from elastic_operator.reconcile import goodput
 from elastic_operator.reconcile.context import Context, find_protection
 from elastic_operator.reconcile.failures import budgets

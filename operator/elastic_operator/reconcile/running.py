@@ -44,9 +44,12 @@ def run(context: Context, status: Status, current: Current) -> Status:
     if lease is not None and (refusal := lease.owner_error):
         return recovery.fail_as_not_owner(context, status, refusal)
     verdict = judge_attempt(context, status, current)
-    if _is_complete(context, status, lease, verdict):
+    if _is_complete(context, status, current, verdict):
         step = progress.find_latest_step(context, status)
-        context.emit("Complete", f"training is complete after step {step}, in attempt {status.attempt}")
+        others = next((pod.outlived_by for pod in context.world.workers(status.attempt) if pod.outlived_by), "")
+        advice = f"{others} goes on, so its pods are deleted: declare it in initContainers, with restartPolicy Always"
+        text = f"training is complete after step {step}, in attempt {status.attempt}"
+        context.emit("Complete", f"{text}; {advice}" if others else text)
         reported = dataclasses.replace(status.progress or Progress(), phase=TrainerPhase.COMPLETE, step=step)
         status = progress.update_goodput(dataclasses.replace(status, progress=reported), context.now)
         return dataclasses.replace(
@@ -130,14 +133,16 @@ def _find_request_to_leave(context: Context, status: Status) -> Drain | None:
     return Drain(cause=Kind.POD_TERMINATING, message=message, start_time=Time(context.now)) if message else None
 
 
-def _is_complete(context: Context, status: Status, lease: LeaseView | None, verdict: Verdict) -> bool:
-    job = context.world.job(status.attempt)
+def _is_complete(context: Context, status: Status, current: Current, verdict: Verdict) -> bool:
+    job, lease = context.world.job(status.attempt), context.world.leases.get(status.attempt)
     phase = lease.phase if lease else ""
-    if job is not None and job.complete:
+    pods = context.world.workers(status.attempt)
+    # A container beside the training may keep the Job from its end, or fail it.
+    have_trained = len(pods) == current.num_nodes and all(pod.outcome and pod.exit_code == 0 for pod in pods)
+    if have_trained or (job is not None and job.complete):
         return phase != TrainerPhase.DRAINED
     # The last step is done and committed, so the exit of the processes does not matter.
-    pods = context.world.workers(status.attempt)
-    return phase == TrainerPhase.COMPLETE and (verdict.failure is not None or all(pod.terminal for pod in pods))
+    return phase == TrainerPhase.COMPLETE and (verdict.failure is not None or all(pod.outcome for pod in pods))
 
 
 def _handle_failure(context: Context, status: Status, verdict: Verdict, failure: Signal) -> Status:

@@ -22,6 +22,7 @@ EXTERNAL_STEP = 10
 START = 1_800_000_000.0
 UID = "uid-of-the-job"
 PREDECESSOR = "uid-of-its-predecessor"
+SIDECAR = "proxy"
 INDEX = "batch.kubernetes.io/job-completion-index"
 
 SPEC: dict[str, Any] = {
@@ -117,6 +118,8 @@ class Cluster:
         newest_started: newest attempt of the job that has left its marker on storage.
         quota: number of nodes that Kueue may give; None without Kueue.
         launched: number of each attempt that was launched, in order.
+        sidecar: where admission puts a container that never ends: `before` ours, `after` it, or empty for none.
+        sidecars: nodes on which these containers run, by UID of their pod.
         left_behind: UIDs of pods on lost nodes, beside which a later attempt was launched.
         commit_bytes: size of each commit that the training reports; 0 if it is not known.
         made_steps: number of steps that the job has reported, also those that a later attempt made again.
@@ -154,6 +157,8 @@ class Cluster:
         self.newest_started = 0
         self.quota: int | None = None
         self.launched: list[int] = []
+        self.sidecar = ""
+        self.sidecars: dict[str, str] = {}
         self.left_behind: set[str] = set()
         self.effects: collections.Counter[str] = collections.Counter()
         self.made_steps = 0
@@ -230,12 +235,15 @@ class Cluster:
         self.serial += 1
         template, owner = copy.deepcopy(job["spec"]["template"]), job["metadata"]
         name = f"{owner['name']}-{index}-{self.serial}"
+        if self.sidecar:
+            template["spec"]["containers"].insert(0 if self.sidecar == "before" else 1, {"name": SIDECAR, "image": "i"})
         self.pods[name] = {
             "metadata": {
                 "namespace": "ns",
                 "name": name,
                 "uid": f"uid-{self.serial}",
                 "labels": {**template["metadata"]["labels"], INDEX: str(index)},
+                "annotations": template["metadata"].get("annotations") or {},
                 "creationTimestamp": format_time(self.now),
                 "ownerReferences": [{"kind": "Job", "name": owner["name"], "uid": owner["uid"], "controller": True}],
                 "ownerJob": owner["name"],
@@ -260,7 +268,7 @@ class Cluster:
     def start(self, pod: dict[str, Any]) -> None:
         """Start the process of a pod on its node."""
         meta = pod["metadata"]
-        env = {item["name"]: item.get("value", "") for item in pod["spec"]["containers"][0].get("env", ())}
+        env = {item["name"]: item.get("value", "") for item in container_of(pod).get("env", ())}
         self.processes[meta["uid"]] = Process(
             uid=meta["uid"],
             pod=meta["name"],
@@ -274,6 +282,8 @@ class Cluster:
             start_time=self.now,
         )
         pod["status"] = {**pod["status"], "phase": "Running"}
+        if self.sidecar:
+            self.sidecars[meta["uid"]] = pod["spec"]["nodeName"]
         self.touch()
 
     def end(self, process: Process, code: int, message: str = "") -> None:
@@ -284,11 +294,16 @@ class Cluster:
             self.exits[process.uid] = (code, message)
 
     def terminate(self, pod: dict[str, Any], code: int, message: str = "", reason: str = "") -> None:
-        """Show in a pod that its container has ended."""
+        """Show in a pod that its container has ended, and the pod with it unless it has a sidecar that runs."""
         state = {"terminated": {"exitCode": int(code), "message": message, "reason": reason}}
         conditions = pod["status"].get("conditions")
         phase = "Succeeded" if code == 0 else "Failed"
-        pod["status"] = {"phase": phase, "containerStatuses": [{"name": "train", "state": state}]}
+        statuses = [{"name": container_of(pod)["name"], "state": state}]
+        if pod["metadata"]["uid"] in self.sidecars:
+            statuses.insert(0, {"name": SIDECAR, "state": {"running": {}}})
+            phase = "Running"
+            self.effects["a sidecar outlives its pod's container"] += 1
+        pod["status"] = {"phase": phase, "containerStatuses": statuses}
         if conditions:
             pod["status"]["conditions"] = conditions
         self.touch()
@@ -301,6 +316,12 @@ class Cluster:
             for pod, process in running
             if process is not None and process.role == "worker" and process.owner == UID
         ]
+
+
+def container_of(pod: dict[str, Any]) -> dict[str, Any]:
+    """Return the container of a pod, or of a pod template, that admission has not added."""
+    (container,) = (item for item in pod["spec"]["containers"] if item["name"] != SIDECAR)
+    return dict(container)
 
 
 def role_of(item: dict[str, Any]) -> str:

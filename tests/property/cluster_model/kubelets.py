@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from elastic_operator.api.serialization import format_time
-from tests.property.cluster_model.cluster import NODES, Cluster, role_of
+from tests.property.cluster_model.cluster import NODES, SIDECAR, Cluster, role_of
 
 
 def run(cluster: Cluster) -> None:
@@ -30,8 +30,11 @@ def _sync_pod(cluster: Cluster, pod: dict[str, Any]) -> None:
     exit_ = cluster.exits.pop(meta["uid"], None)
     if exit_ is not None and pod["status"]["phase"] == "Running":
         cluster.terminate(pod, *exit_)
-    if pod["status"]["phase"] == "Running" and meta["uid"] not in cluster.processes:
-        cluster.terminate(pod, 255, reason="Unknown")  # the node was restarted
+    if pod["status"]["phase"] == "Running" and meta["uid"] not in {*cluster.processes, *cluster.sidecars}:
+        statuses = pod["status"].get("containerStatuses") or ()  # the node was restarted
+        ends = (item["state"].get("terminated") for item in statuses if item["name"] != SIDECAR)
+        known = next(ends, None) or {"exitCode": 255, "message": "", "reason": "Unknown"}
+        cluster.terminate(pod, known["exitCode"], known["message"], known["reason"])
     deletion = meta.get("deletionTimestamp")
     if deletion is None:
         if pod["status"]["phase"] == "Pending" and not _has_no_image(cluster, pod):
@@ -43,6 +46,7 @@ def _sync_pod(cluster: Cluster, pod: dict[str, Any]) -> None:
     if process is not None:
         cluster.end(process, 137)
         if meta.pop("graceful", False):  # the Job controller counts the pod before it goes
+            cluster.sidecars.pop(meta["uid"], None)
             cluster.terminate(pod, *cluster.exits.pop(meta["uid"]))
             return
     cluster.exits.pop(meta["uid"], None)

@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_operator.api.serialization import format_time
 from reshard.contract import CommitRef, Env, ExitCode, LeaseKey, Request, ReshardReport, TrainerPhase
-from tests.property.cluster_model.cluster import UID, Cluster, Commit, Process, owner_of
+from tests.property.cluster_model.cluster import UID, Cluster, Commit, Process, container_of, owner_of
 
 SAVE_EVERY = 3
 CONVERSION_SECONDS = 3.0
@@ -212,7 +212,7 @@ def _convert(cluster: Cluster, process: Process) -> None:
         return
     if cluster.now - process.start_time < CONVERSION_SECONDS:
         return
-    source, target = pod["spec"]["containers"][0]["args"][1:3]
+    source, target = container_of(pod)["args"][1:3]
     if cluster.root_owner not in ("", UID) and not cluster.spec["checkpoint"].get("takeOver"):
         _report(cluster, process, ReshardReport(ok=False, exit_code=ExitCode.NOT_OWNER, message="not the owner"))
         return
@@ -220,7 +220,7 @@ def _convert(cluster: Cluster, process: Process) -> None:
     if source in cluster.damaged:
         _report(cluster, process, ReshardReport(ok=False, exit_code=ExitCode.SOURCE_INVALID, message="CRC differs"))
         return
-    step, topology = cluster.commits[source].step, _parse_topology(pod["spec"]["containers"][0]["args"][4])
+    step, topology = cluster.commits[source].step, _parse_topology(container_of(pod)["args"][4])
     cluster.root_owner = UID
     format_ = cluster.spec["checkpoint"].get("format", "DeepSpeed").lower()
     cluster.commits[target] = Commit(step=step, attempt=process.attempt, topology=topology, format=format_)

@@ -55,6 +55,7 @@ class Setup:
         format: format of its checkpoints.
         mode: spec.reshard.mode.
         num_bytes: size of each of its commits; 0 if it is not known.
+        sidecar: where admission puts a container that never ends, `before` or `after` ours; empty for none.
     """
 
     external: str = ""
@@ -71,6 +72,7 @@ class Setup:
     format: str = "DeepSpeed"
     mode: str = "Auto"
     num_bytes: int = 0
+    sidecar: str = ""
 
 
 class World(Cluster):
@@ -88,6 +90,7 @@ class World(Cluster):
         self.spec["nodes"]["max"] = setup.max_nodes
         self.spec["checkpoint"] |= {"startFrom": setup.external, "takeOver": setup.takes_over, "format": setup.format}
         self.commit_bytes = setup.num_bytes
+        self.sidecar = setup.sidecar
         if setup.format == "DCP":
             self.spec |= copy.deepcopy(DCP_SHAPES)
         self.spec["recovery"]["restartBudget"]["limit"] = setup.budget
@@ -212,6 +215,7 @@ class World(Cluster):
         self.killed[name] = self.now
         for process in [item for item in self.processes.values() if item.node == name]:
             del self.processes[process.uid]
+        self.sidecars = {uid: node for uid, node in self.sidecars.items() if node != name}
 
     def silence(self, name: str) -> None:
         """The node is lost, and only its Lease shows it: nobody sets its Ready condition."""

@@ -62,7 +62,7 @@ def _attempt(status: Status, pods: Sequence[PodView]) -> int:
 
 def _most_telling(pods: Sequence[PodView]) -> PodView:
     """Return the failed pod that most likely failed first; without failed pods that of rank 0."""
-    failed = [pod for pod in pods if pod.phase == "Failed"]
+    failed = [pod for pod in pods if pod.has_failed]
     if not failed:
         return min(pods, key=lambda pod: pod.index or 0)
     return min(failed, key=lambda pod: ((pod.exit_code or 0) > _AFTERMATH or not pod.exit_code, pod.index or 0))

@@ -3,7 +3,7 @@
 import pytest
 
 from elastic_operator.observed.observation import PodView
-from elastic_operator.observed.reshard_reports import report_of
+from elastic_operator.observed.reshard_pods import report_of
 from reshard.contract import ExitCode, ReshardReport
 
 
