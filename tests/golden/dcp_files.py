@@ -1,5 +1,6 @@
 """The golden DCP checkpoints and what tests do with them: convert, look into items, change `.metadata`."""
 
+import copy
 import io
 import shutil
 import zipfile
@@ -88,6 +89,21 @@ def edit_metadata(folder: Path, change) -> None:
     change(root.state)
     with any_name():
         path.write_bytes(emit(root)[0])
+
+
+def add_entries(folder: Path, names: dict[str, str]) -> None:
+    """Add entries with the content of others: new name -> old name; a dot of a name ends a container."""
+
+    def change(state) -> None:
+        for new, old in names.items():
+            state["state_dict_metadata"][new] = state["state_dict_metadata"][old]
+            state["planner_data"][new] = tuple(new.split("."))
+            index, info = next(pair for pair in state["storage_data"].items() if pair[0].state["fqn"] == old)
+            renamed = copy.copy(index)
+            renamed.state = {**index.state, "fqn": new}
+            state["storage_data"][renamed] = info
+
+    edit_metadata(folder, change)
 
 
 def stored(state, key: str, at: int = 0) -> Inert:

@@ -2,17 +2,19 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 
 from reshard.api import Conversion, RunOptions, index_of
 from reshard.api import convert as convert_all
+from reshard.cli.main import main
 from reshard.execution.verify import read_digests
 from reshard.formats.dcp import FORMAT
 from reshard.formats.dcp.metadata import read_metadata
 from reshard.tensors.layout import TensorKey
 from reshard.topology import Topology
-from tests.golden.dcp_files import NAMES, ROOT, check_archives, convert, golden, items, meaning
+from tests.golden.dcp_files import NAMES, ROOT, add_entries, check_archives, convert, golden, items, meaning
 from tests.golden.files import assemble, check_truth
 from tests.golden.files import golden as deepspeed
 
@@ -162,3 +164,21 @@ def test_what_was_converted_twice_is_what_was_converted_once(tmp_path):
     convert(FORMAT.read(tmp_path / "three", None), tmp_path / "two", 2)
     convert(index, tmp_path / "direct", 2)
     assert items(tmp_path / "two") == items(tmp_path / "direct")
+
+
+@pytest.mark.parametrize(("dp", "stays"), [(2, True), (3, False)])
+def test_entries_of_single_ranks_are_left_out_where_the_ranks_change_and_the_plan_says_so(dp, stays, tmp_path, capsys):
+    source = shutil.copytree(golden("tp2-fsdp2-titan"), tmp_path / "in", ignore=shutil.ignore_patterns("COMMIT.json"))
+    objects = {f"dataloader.dp_rank_{rank}": "lr_scheduler.last_epoch" for rank in range(2)}
+    tensors = {f"rng.dp_rank_{rank}": "train_state.rng" for rank in range(2)}
+    add_entries(source, {**objects, **tensors})
+    words = [str(source), "--to", f"dp={dp}"]
+    assert main(["plan", *words, "--json"]) == 0
+    (*notes,) = json.loads(capsys.readouterr().out)["notes"]
+    named = [note for note in notes if "belong to single ranks" in note]
+    assert ["dataloader.dp_rank_0" in note and "rng.dp_rank_1" in note for note in named] == [True] * (not stays)
+    assert main(["run", str(source), str(tmp_path / "out"), *words[1:], "--report", str(tmp_path / "report")]) == 0
+    assert ("dataloader.dp_rank_0" in json.loads((tmp_path / "report").read_text())["message"]) is not stays
+    keys = {entry.key for entry in read_metadata(tmp_path / "out")}
+    assert {*objects, *tensors} & keys == ({*objects, *tensors} if stays else set())
+    assert {"train_state.rng", "lr_scheduler.last_epoch"} < keys

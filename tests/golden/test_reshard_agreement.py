@@ -260,7 +260,9 @@ def test_a_source_with_one_copy_of_everything_is_read_once() -> None:
 
 
 @pytest.mark.parametrize("flipped", [0, 2])
-def test_buffers_that_each_rank_computes_for_itself_may_differ(flipped: int, tmp_path: Path) -> None:
+def test_buffers_that_each_rank_computes_for_itself_may_differ_and_are_verified(
+    flipped: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     source = without_checksums.copied(ZERO3, tmp_path / "in")
     index = read_checkpoint(source, None)
     assert index.rank_local
@@ -269,6 +271,12 @@ def test_buffers_that_each_rank_computes_for_itself_may_differ(flipped: int, tmp
     )
     (tmp_path / "there").mkdir()
     assert run(source, "dp=2,zero=3", "", tmp_path / "there") is ExitCode.OK
+    names = tmp_path / "names.yaml"
+    names.write_text('{version: 1, rules: [{from: "{name:any}", to: "model.{name}"}]}')
+    for words in ([source], [source, tmp_path / "there/out"], [source, "--names", names], [tmp_path / "there/out"]):
+        capfd.readouterr()
+        assert main(["verify", *map(str, words)]) == ExitCode.OK
+        assert ("buffers differ between data-parallel ranks" in capfd.readouterr().err) is (words[0] == source)
 
 
 # Weights and their masters.

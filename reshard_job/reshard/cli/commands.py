@@ -34,9 +34,8 @@ from reshard.errors import (
     UsageError,
     VerificationError,
 )
-from reshard.execution.averages import describe_differences
 from reshard.execution.resume import Resumed
-from reshard.execution.verify import read_digests, total_digest, verify_commit
+from reshard.execution.verify import Differences, read_digests, total_digest, verify_commit
 from reshard.folders import read_checkpoint
 from reshard.planning.plan import Plan
 from reshard.profile.collector import Collector, collecting
@@ -167,14 +166,23 @@ def _run(options: argparse.Namespace) -> Result:
     check_report(options.profile_svg, conversion.source, target, option="--profile-svg")
     with target_errors(target, 0):
         conversion = dataclasses.replace(conversion, owner=claim_checkpoint_root(conversion.source, target))
+    left_out: list[str] = []
+
+    def on_plan(plan: Plan) -> None:
+        _tell_plan_notes(options, plan, choice)
+        left_out.extend(plan.layout.notes)
+
     with collecting() as collector:
         plan, choice = _plan_to_choose(options, conversion)
         if plan is not None and choice.mode == VIRTUAL:
-            report = _run_virtual(options, conversion, plan, choice)
+            from reshard.virtual.conversion import prepare
+
+            report = prepare(conversion, on_plan=on_plan, plan=plan)
         else:
-            report = _run_materialize(options, conversion, plan, choice)
+            report = _run_materialize(options, conversion, plan, on_plan)
     report = dataclasses.replace(report, mode_reason=choice.reason)
-    write_report(options.report, report)
+    # Who reads the report does not see the log.
+    write_report(options.report, dataclasses.replace(report, message="; ".join((report.message, *left_out))))
     return _add_profile(options, Result(json.loads(report.to_json()), render.report_lines(report)), collector)
 
 
@@ -216,14 +224,8 @@ def _make_plan(options: argparse.Namespace, conversion: api.Conversion) -> Plan:
     return api.plan_conversion(conversion, memory_bytes=memory_bytes, num_threads=options.threads)
 
 
-def _run_virtual(options: argparse.Namespace, conversion: api.Conversion, plan: Plan, choice: Choice) -> ReshardReport:
-    from reshard.virtual.conversion import prepare
-
-    return prepare(conversion, on_plan=lambda plan: _tell_plan_notes(options, plan, choice), plan=plan)
-
-
 def _run_materialize(
-    options: argparse.Namespace, conversion: api.Conversion, plan: Plan | None, choice: Choice
+    options: argparse.Namespace, conversion: api.Conversion, plan: Plan | None, on_plan: Callable[[Plan], None]
 ) -> ReshardReport:
     worker = arguments.parse_worker(options.worker)
     run_options = api.RunOptions(
@@ -238,18 +240,20 @@ def _run_materialize(
     )
     line = ProgressLine(quiet=options.quiet)
     try:
-        return api.convert(conversion, run_options, hooks=_hooks(options, run_options, choice, line), plan=plan)
+        return api.convert(conversion, run_options, hooks=_hooks(options, run_options, on_plan, line), plan=plan)
     finally:
         line.close()
 
 
-def _hooks(options: argparse.Namespace, run_options: api.RunOptions, choice: Choice, line: ProgressLine) -> api.Hooks:
+def _hooks(
+    options: argparse.Namespace, run_options: api.RunOptions, tell: Callable[[Plan], None], line: ProgressLine
+) -> api.Hooks:
     """Return hooks that tell notes and drive the progress line."""
     num_bytes_expected = 0
 
     def on_plan(plan: Plan) -> None:
         nonlocal num_bytes_expected
-        _tell_plan_notes(options, plan, choice)
+        tell(plan)
         num_bytes_expected = plan.bytes_to_read // run_options.worker[1]
         line.expect(num_bytes_expected)
 
@@ -286,17 +290,17 @@ def _verify(options: argparse.Namespace) -> Result:
     is_first_changed = names is not None or options.patterns is not None
     line = ProgressLine(quiet=options.quiet)
     line.expect(sum(map(_stored_bytes, views)))
-    averaged: list[dict[str, float]] = [{} for _ in views]
+    differences = [Differences() for _ in views]
     try:
         digests = [
-            _digests(view, line, averaged[at], only_file_checksums=at == 0 and is_first_changed)
+            _digests(view, line, differences[at], only_file_checksums=at == 0 and is_first_changed)
             for at, view in enumerate(views)
         ]
     finally:
         line.close()
     value = {"ok": True, "first": options.first, "tensors": len(digests[0]), "digest": total_digest(digests[0])}
-    value["averaged"] = {key: None if math.isinf(size) else size for key, size in averaged[0].items()}
-    _tell_notes(options, [text for text in map(describe_differences, averaged) if text])
+    value["averaged"] = {key: None if math.isinf(size) else size for key, size in differences[0].averaged.items()}
+    _tell_notes(options, [text for own in differences for text in own.describe()])
     if len(views) > 1:
         return _report_agreement(options, value, _compare(views, digests))
     value["committed"] = (views[0].root / COMMIT_FILE).exists()
@@ -325,22 +329,22 @@ def _compare(views: Sequence[Index], digests: Sequence[dict[str, str]]) -> Agree
 
 
 def _digests(
-    index: Index, line: ProgressLine, averaged: dict[str, float], *, only_file_checksums: bool
+    index: Index, line: ProgressLine, differences: Differences, *, only_file_checksums: bool
 ) -> dict[str, str]:
     """Read all of a checkpoint, compare it with its commit marker if it has one, and return the tensors' digests.
 
     Args:
         index: the checkpoint.
         line: shows the progress.
-        averaged: gets the tensors that are means of copies that differ, with the largest difference.
+        differences: gets the tensors whose copies differ where they may.
         only_file_checksums: compare the marker's checksums of files, not its digests of tensors: the index has other
             names or cuts than the marker.
     """
     if not only_file_checksums:
-        return verify_commit(index, progress=line, averaged=averaged)
+        return verify_commit(index, progress=line, differences=differences)
     with contextlib.suppress(UncommittedError):
-        return read_digests(index, commit=read_commit(index.root), progress=line, averaged=averaged)
-    return read_digests(index, progress=line, averaged=averaged)
+        return read_digests(index, commit=read_commit(index.root), progress=line, differences=differences)
+    return read_digests(index, progress=line, differences=differences)
 
 
 def _stored_bytes(index: Index) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -11,10 +12,11 @@ from reshard.checksums.crc import CrcRange
 from reshard.checksums.digest import finish_digest, to_hex
 from reshard.commits.commit import Commit, check_files, damaged_files_error, describe_crc32_mismatch, read_commit
 from reshard.errors import CorruptSourceError, UncommittedError, VerificationError
-from reshard.execution.averages import read_mean_digest
+from reshard.execution.averages import describe_differences, read_mean_digest
 from reshard.execution.executor import Progress, is_worth_forking
 from reshard.execution.scan import Term, read_term
 from reshard.planning.averages import find_averages
+from reshard.planning.replicas import describe_rank_local, find_equal_copies
 from reshard.storage.durable import file_crc32
 from reshard.storage.object_store import RemotePath
 from reshard.storage.source_reader import SourceReader
@@ -26,12 +28,29 @@ from reshard.tensors.shard_table import ShardRow
 TASK_BYTES = 64 << 20
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Differences:
+    """Tensors whose copies differ where they may.
+
+    Attributes:
+        averaged: those that are the mean of their copies, with the largest difference.
+        rank_local: names of buffers that each data-parallel rank computes for itself.
+    """
+
+    averaged: dict[str, float] = dataclasses.field(default_factory=dict)
+    rank_local: list[str] = dataclasses.field(default_factory=list)
+
+    def describe(self) -> list[str]:
+        """Return a sentence about each kind of which there are any."""
+        return [text for text in (describe_differences(self.averaged), describe_rank_local(self.rank_local)) if text]
+
+
 def read_digests(
     index: Index,
     *,
     commit: Commit | None = None,
     progress: Progress | None = None,
-    averaged: dict[str, float] | None = None,
+    differences: Differences | None = None,
 ) -> dict[str, str]:
     """Read every copy of every logical tensor, and return the tensors' digests.
 
@@ -42,12 +61,13 @@ def read_digests(
         index: the checkpoint.
         commit: commit of the checkpoint: the checksums of its files are compared too, without reading a byte twice.
         progress: called with the number of bytes read since the last call.
-        averaged: gets the tensors whose copies differ and have a mean, with the largest difference of each.
+        differences: gets the tensors whose copies differ where they may.
 
     Raises:
         CorruptSourceError: files are not what was committed, copies of one tensor differ, or bytes do not match the
             container's checksums.
     """
+    differences = Differences() if differences is None else differences
     terms: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     read: dict[int, list[CrcRange]] = defaultdict(list)
 
@@ -66,10 +86,10 @@ def read_digests(
         if commit is not None:
             _check_contents(index, source, commit, read)
         source.check_sums(read)
-        means = _read_means(index, source, terms, {} if averaged is None else averaged)
+        means = _read_means(index, source, terms, differences.averaged)
     finally:
         source.close()
-    return _compare_copies(index, terms, means)
+    return _compare_copies(index, terms, means, differences)
 
 
 class _BoxTerm(NamedTuple):
@@ -169,13 +189,16 @@ def _read_means(
     return means
 
 
-def _compare_copies(index: Index, terms: Mapping[int, Mapping[int, int]], means: Mapping[int, int]) -> dict[str, str]:
+def _compare_copies(
+    index: Index, terms: Mapping[int, Mapping[int, int]], means: Mapping[int, int], differences: Differences
+) -> dict[str, str]:
     """Return the digests of all tensors, in the index's order, after comparing all copies of each tensor.
 
     Args:
         index: the checkpoint.
         terms: sums of the terms of each copy, by tensor and copy.
         means: digests of the tensors that are the mean of their copies.
+        differences: gets the tensors whose copies differ where each rank has its own.
 
     Raises:
         CorruptSourceError: copies of tensors differ; the error lists the tensors.
@@ -186,9 +209,9 @@ def _compare_copies(index: Index, terms: Mapping[int, Mapping[int, int]], means:
         sums = {
             replica: finish_digest(term, tensor.num_bytes) for replica, term in sorted(terms.get(number, {}).items())
         }
-        compared = index.free_copies.get(tensor.key)
-        if compared is not None:
-            sums = {replica: value for replica, value in sums.items() if replica < compared}
+        if tensor.key in index.rank_local and len(set(sums.values())) > 1:
+            differences.rank_local.append(tensor.key.name)
+        sums = {copy: sums[copy] for copy in find_equal_copies(index, tensor.key, sums)} if sums else {}
         ranks = index.averaged[tensor.key] if number in means else 1
         if any(value != sums[min(sums) + (replica - min(sums)) % ranks] for replica, value in sums.items()):
             copies = ", ".join(f"{replica}: {to_hex(value)}" for replica, value in sums.items())
@@ -206,7 +229,7 @@ def _compare_copies(index: Index, terms: Mapping[int, Mapping[int, int]], means:
 
 
 def verify_commit(
-    index: Index, *, progress: Progress | None = None, averaged: dict[str, float] | None = None
+    index: Index, *, progress: Progress | None = None, differences: Differences | None = None
 ) -> dict[str, str]:
     """Compare a checkpoint with its own commit, if it has one, and return the digests; arguments as `read_digests`.
 
@@ -217,8 +240,8 @@ def verify_commit(
     try:
         commit = read_commit(folder)
     except UncommittedError:
-        return read_digests(index, progress=progress, averaged=averaged)
-    digests = read_digests(index, commit=commit, progress=progress, averaged=averaged)
+        return read_digests(index, progress=progress, differences=differences)
+    digests = read_digests(index, commit=commit, progress=progress, differences=differences)
     problems = [
         f"{name}: {commit.digests[name]} was committed, {value} is there"
         for name, value in digests.items()

@@ -54,6 +54,7 @@ def rename(index: Index, name_map: NameMap) -> Index:
         aliases=dict(sorted(aliases.items())),
         extra=None,
         free_copies={key: index.free_copies[own] for key, own in renamed.items() if own and own in index.free_copies},
+        rank_local=_rank_local(index, jobs),
         averaged=averaged,
         renamed=renamed,
     )
@@ -97,6 +98,16 @@ def _tensors(
     kept = dataclasses.replace(kept, tensor=number[kept.tensor])
     num_dims = max([1, *(len(tensor.shape) for tensor in tensors)])
     return tuple(tensors), boxes.join([kept, *tables], num_dims), renamed
+
+
+def _rank_local(index: Index, jobs: Mapping[str, Job]) -> frozenset[TensorKey]:
+    """Return `Index.rank_local` in the new names; parts of such a tensor, and what it is joined into, are such."""
+    local: set[TensorKey] = set()
+    for key in index.rank_local:
+        name, mark, suffix = key.name.partition(MARK)
+        targets = jobs[name].targets if name in jobs else ()
+        local |= {TensorKey(key.state, target + mark + suffix) for target in targets}
+    return frozenset(local)
 
 
 def _averaged(index: Index, jobs: Mapping[str, Job], problems: list[str]) -> dict[TensorKey, int]:

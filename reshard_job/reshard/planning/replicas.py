@@ -8,13 +8,13 @@ copies are read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from reshard.tensors.intervals import Int64Array
-from reshard.tensors.layout import Checksums, Index, LogicalTensor, SourceFile
+from reshard.tensors.layout import Checksums, Index, LogicalTensor, SourceFile, TensorKey
 from reshard.tensors.shard_table import ShardTable
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
@@ -54,19 +54,32 @@ def copies_to_compare(
             to_compare.append(_NO_ROWS)
             continue
         groups = group_by_replica(index.shards, own)
-        first = groups.pop(int(index.shards.replica[taken[0]]))
-        compared = index.free_copies.get(tensor.key)
-        if compared is not None:
-            groups = {replica: group for replica, group in groups.items() if replica < compared}
-        unproved = [other for other in groups.values() if not stated.are_equal(index.shards, tensor, first, other)]
-        if tensor.key in index.rank_local:
-            if any(stated.are_different(index.shards, tensor, first, other) for other in unproved):
-                differing.append(tensor.key.name)
-            unproved = []
+        first, *bound = (groups[copy] for copy in find_equal_copies(index, tensor.key, groups))
+        unproved = [other for other in bound if not stated.are_equal(index.shards, tensor, first, other)]
         to_compare.append(np.concatenate([_NO_ROWS, *unproved]))
-    few = ", ".join(differing[:5]) + (", ..." if len(differing) > 5 else "")
-    note = f"buffers differ between data-parallel ranks: the first rank's are taken ({few})"
-    return Copies(tuple(to_compare), (note,) if differing else ())
+        if tensor.key in index.rank_local and any(
+            stated.are_different(index.shards, tensor, first, other) for other in groups.values()
+        ):
+            differing.append(tensor.key.name)
+    note = describe_rank_local(differing)
+    return Copies(tuple(to_compare), (note,) if note else ())
+
+
+def find_equal_copies(index: Index, key: TensorKey, copies: Iterable[int]) -> list[int]:
+    """Return those of a tensor's copies that must be equal, in order; the first is the one that is taken."""
+    first, *others = sorted(copies)
+    if key in index.rank_local:
+        return [first]
+    limit = index.free_copies.get(key)
+    return [first, *(copy for copy in others if limit is None or copy < limit)]
+
+
+def describe_rank_local(names: Sequence[str]) -> str:
+    """Return the sentence about buffers whose copies differ, and may; empty if there are none."""
+    if not names:
+        return ""
+    few = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return f"buffers differ between data-parallel ranks: the first rank's are taken ({few})"
 
 
 def group_by_replica(shards: ShardTable, rows: Int64Array) -> dict[int, Int64Array]:

@@ -8,6 +8,7 @@ checkpoint. The only files that are read are those of small objects that are cop
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 
 from reshard.errors import UnsupportedError
@@ -18,6 +19,7 @@ from reshard.formats.dcp.reader import NAME, DcpExtra
 from reshard.formats.dcp.writing.cutting import cut_tensor
 from reshard.formats.dcp.writing.metadata_file import build_metadata_file
 from reshard.formats.dcp.writing.objects import add_numbers, add_objects_like, add_options, copy_entries
+from reshard.formats.dcp.writing.rank_bound import select_entries
 from reshard.formats.dcp.writing.skeleton import RankFiles
 from reshard.formats.dcp.writing.target_tensors import (
     TargetTensor,
@@ -72,13 +74,16 @@ def _choose_content(
         if has_only_weights(index) and any(key.state != "weight" for key in like.paths):
             note = f"the source has weights alone: all that {request.like.root} holds besides is left out"
             return tensors, [], _number_keys(like), (*list_notes(index, request), note)
+        carried, left_out = select_entries(like.carried, request.like.topology, request.topology)
+        like = dataclasses.replace(like, carried=carried)
         objects, notes = add_objects_like(files, index, request.like, like, names)
-        return tensors, objects, _number_keys(like), (*list_notes(index, request), *notes)
+        return tensors, objects, _number_keys(like), (*list_notes(index, request), *notes, *left_out)
     if extra is not None and all(tensor.key in extra.paths for tensor in index.tensors):
         tensors = list(keep_tensors(index, request, extra))
         if has_only_weights(index) and any(key.state != "weight" for key in extra.paths):  # the optimizer was left out
             return tensors, [], _number_keys(extra), _note_left_behind(extra)
-        return tensors, copy_entries(files, index.root, extra.carried), _number_keys(extra), ()
+        carried, notes = select_entries(extra.carried, index.topology, request.topology)
+        return tensors, copy_entries(files, index.root, carried), _number_keys(extra), notes
     objects = [*add_numbers(files, index), *add_options(files, index.groups)]
     return name_tensors(index, request), objects, {}, list_notes(index, request, extra)
 
