@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 # Hashes of the files for every platform: of wheels for arm64, too, on a machine that is none.
 PINNED := --generate-hashes --no-emit-index-url --no-annotate --no-header --python-version 3.11
 
-.PHONY: help setup comm-op lint test test-touched test-all test-fast test-engine test-cluster test-servers test-nodes test-e2e test-gpu demo demo-lifecycle bench simulate format lock clean testbed-up testbed-down generate docs lock-images images images-load release check-tag notes publish plugin canary
+.PHONY: help setup comm-op lint test test-touched test-all test-fast test-files test-engine test-cluster test-servers test-nodes test-e2e test-gpu demo demo-lifecycle bench simulate format lock clean testbed-up testbed-down generate docs lock-images images images-load release check-tag notes publish plugin canary
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -90,10 +90,15 @@ format: setup ## let ruff format and fix what it can
 test-fast: setup ## unit, property and golden tests but the slowest, on all processors: under a minute
 	$(BIN)/pytest -n auto -m 'not slow' tests/unit tests/property tests/golden
 
-test: lint ## lint, then every tier: unit, property and golden; then engine and cluster side by side
-	$(BIN)/pytest -n auto tests/unit tests/property tests/golden
+SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+
+test: setup ## lint beside the unit, property and golden tiers; then the engine tier beside the cluster tier
+	@$(MAKE) --no-print-directory -j2 $(SYNC) lint test-files
 	@[ "$$ETJ_TEST_KUBECONFIG" ] || $(BIN)/python -m testbed fetch || [ $$? = 3 ]  # builds beside tests would starve them
-	@$(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) test-servers test-nodes
+	@$(MAKE) --no-print-directory -j2 $(SYNC) test-servers test-nodes
+
+test-files: setup
+	$(BIN)/pytest -n auto tests/unit tests/property tests/golden
 
 # The cluster tier mostly waits, and has clocks; the engine tier computes, and takes what the other leaves.
 test-engine: comm-op ## the tier with torch and DeepSpeed

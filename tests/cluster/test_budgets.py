@@ -64,6 +64,7 @@ exit 139
 """In the first two attempts, the rank on one node dies as if of SIGSEGV once its two peers run, and they follow."""
 
 
+@pytest.mark.soak_only
 def test_the_node_of_the_rank_that_dies_first_is_avoided_although_all_pods_fail(run: Run) -> None:
     bad = node_with_gpus(run)
     command = FAIL_TOGETHER.format(bad=shlex.quote(bad), training=shlex.join([*LIGHT, "100000", "0", "0"]))

@@ -209,6 +209,7 @@ def trained(testbed: Any, namespace: str, crd: None, checkpoints: Path, log: Pat
     sys.stdout.write(log.read_text())
 
 
+@pytest.mark.soak_only
 def test_the_example_trains_reshards_and_resumes_from_images_and_nobody_is_root(trained: Run) -> None:
     container = {"name": "train", "command": [*GPT, "--steps", "100000"]}
     template = podenv.example_image({"spec": {"terminationGracePeriodSeconds": 5, "containers": [container]}})

@@ -151,6 +151,7 @@ def check_gauges(page: Page, run: Run, status: dict[str, Any]) -> None:
     assert page.value("etj_job_recovery_start_timestamp_seconds", **job) is None
 
 
+@pytest.mark.soak_only
 def test_what_is_exported_agrees_with_what_happened_and_a_restart_counts_nothing_again(
     run: Run, operator: Operator, port: int
 ) -> None:

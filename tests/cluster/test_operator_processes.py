@@ -51,6 +51,7 @@ def test_the_roles_of_the_chart_are_enough_for_a_whole_life(
     assert "forbidden" not in text.lower(), text
 
 
+@pytest.mark.soak_only
 def test_a_standby_takes_over_when_the_leader_dies(
     testbed: Any, namespace: str, crd: None, checkpoints: Path, tmp_path: Path
 ) -> None:

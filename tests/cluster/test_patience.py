@@ -19,8 +19,8 @@ from tests.randomness import examples
 
 pytestmark = pytest.mark.cluster
 
-HANG_SECONDS = 40
-OUTAGE_SECONDS = examples(45, soak=300)
+HANG_SECONDS = 25
+OUTAGE_SECONDS = examples(30, soak=300)
 ROUNDS = examples(1, soak=2)
 
 
@@ -89,8 +89,8 @@ def test_an_outage_of_the_api_server_and_etcd_restarts_nothing(training: Run) ->
     assert lost in status["recoveries"][-1]["lost"]
 
 
-def test_a_rollout_of_the_device_plugin_over_all_nodes_restarts_nothing(training: Run) -> None:
-    for node in (node for node in bed.members() if node.num_gpus):
+def test_a_rollout_of_the_device_plugin_restarts_nothing(training: Run) -> None:
+    for node in [node for node in bed.members() if node.num_gpus][: examples(1, soak=3)]:
         with faults.device_plugins_stopped(node.name):
             training.cluster.wait(lambda name=node.name: offered(training, name) == 0, what=f"no GPU on {node.name}")
             assert_undisturbed(training, seconds=15)

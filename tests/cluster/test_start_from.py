@@ -40,6 +40,7 @@ def message(status: Mapping[str, Any], type_: str) -> str:
     return next((str(item["message"]) for item in status["conditions"] if item["type"] == type_), "")
 
 
+@pytest.mark.soak_only
 def test_a_new_job_goes_on_from_a_folder_of_plain_deepspeed_in_another_layout(run: Run, checkpoints: Path) -> None:
     # A first job on two nodes makes real checkpoints of step 5 and 10.
     run.submit([*GPT, "--steps", "12"], **elastic() | TWO_NODES | checkpoint(path="before"))

@@ -35,7 +35,7 @@ from tests.cluster.recovery_lane import LIMITS, QUIET_SECONDS, SCENARIOS, Lane, 
 from tests.pages import ROOT, Step, blocks, differs, section, steps
 from tests.randomness import SOAKING
 
-pytestmark = [pytest.mark.cluster, pytest.mark.own_api_server]
+pytestmark = [pytest.mark.cluster, pytest.mark.own_api_server, pytest.mark.soak_only]
 
 OLD, NEW = SERVED_VERSIONS
 NODE_LOST, _, NODE_RETURNED, _ = SCENARIOS

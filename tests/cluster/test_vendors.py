@@ -16,7 +16,8 @@ from tests.cluster.jobs import LIGHT, Run, resumed, victim
 pytestmark = pytest.mark.cluster
 
 GOLDEN = "tests/golden/deepspeed-0.19.8"
-VENDORS = ("amd.com/gpu", "nvidia.com/gpu")
+VENDORS = (pytest.param("amd.com/gpu", marks=pytest.mark.soak_only), "nvidia.com/gpu")
+"""The other tests of this tier take amd.com/gpu."""
 
 
 def saved(status: dict[str, Any]) -> bool:

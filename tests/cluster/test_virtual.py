@@ -37,6 +37,7 @@ def test_a_job_shrinks_without_its_checkpoint_being_copied(run: Run, checkpoints
     assert (grown["replicas"], grown["reshard"]["mode"]) == (2, "virtual")
 
 
+@pytest.mark.soak_only
 def test_auto_moves_no_bytes_where_that_saves_seconds(run: Run, checkpoints: Path) -> None:
     # 94 million parameters: checkpoints of 1.5 GB, which take seconds to write and to read again.
     spec = elastic() | {"nodes": {"min": 2, "max": 2}, "reshard": {"mode": "Auto"}}

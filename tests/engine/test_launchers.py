@@ -12,7 +12,6 @@ from elastic_trainer.mailbox import FileMailbox
 from reshard.commits.commit import read_commit
 from reshard.contract import LeaseKey, TrainerExit
 from tests.engine.stack_run import OURS, Pods, newest_commit
-from tests.randomness import SOAKING
 
 pytestmark = pytest.mark.engine
 
@@ -76,7 +75,8 @@ def test_a_drain_leaves_a_commit_and_a_resume_ends_with_zero(start, tmp_path):
         assert sorted(pods.finish()) == [last + 1]
 
 
-@pytest.mark.parametrize("start", LAUNCHERS if SOAKING else ["ours"], indirect=True)
+@pytest.mark.soak_only  # with our launcher, the example is refused, too
+@pytest.mark.parametrize("start", LAUNCHERS, indirect=True)
 def test_a_commit_that_cannot_be_used_is_refused(start, tmp_path):
     """What a launcher makes of an exit code, a drain shows as well."""
     box = tmp_path / "mailbox.json"

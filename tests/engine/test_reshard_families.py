@@ -25,16 +25,16 @@ STEP = "step-00000002"
 CASES = {
     "llama": ("llama", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
     "llama-tied": ("llama-tied", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
-    "llama-preset": ("llama", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
     "llama-universal": ("llama", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
-    "mistral": ("mistral", "tp=1,dp=2,zero=2", "tp=2,dp=1,zero=1"),
     "qwen2": ("qwen2", "tp=1,dp=2,zero=3", "tp=2,dp=1,zero=3"),
-    "qwen3": ("qwen3", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
-    "phi": ("phi", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
     "mixtral": ("mixtral", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
 }
 if SOAKING:
     CASES |= {
+        "phi": ("phi", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
+        "qwen3": ("qwen3", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
+        "mistral": ("mistral", "tp=1,dp=2,zero=2", "tp=2,dp=1,zero=1"),
+        "llama-preset": ("llama", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
         "llama-biases": ("llama-biases", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=2"),
         "llama-bf16": ("llama", "tp=1,dp=2,zero=1", "tp=2,dp=1,zero=1"),
         "qwen2-tied": ("qwen2-tied", "tp=1,dp=2,zero=3", "tp=2,dp=1,zero=1"),

@@ -96,7 +96,7 @@ def quiet(tmp_path_factory):
     ("stack", "backend"),
     [
         ("trainer", "deepspeed"),
-        ("accelerate", "fsdp2"),
+        pytest.param("accelerate", "fsdp2", marks=pytest.mark.soak_only),
         pytest.param("trainer", "fsdp2", marks=pytest.mark.soak_only),
         pytest.param("accelerate", "deepspeed", marks=pytest.mark.soak_only),
     ],
@@ -184,7 +184,7 @@ def test_our_launcher_keeps_the_exit_codes(stack, tmp_path):
         assert pods.wait() == [TrainerExit.RESUME_INVALID], pods.text[-3000:]
 
 
-@pytest.mark.parametrize("stack", SCRIPTS)
+@pytest.mark.parametrize("stack", some(SCRIPTS, every=2))
 def test_an_attempt_that_does_not_fit_the_script_is_refused(stack, tmp_path):
     with start(stack, "deepspeed", tmp_path, 1, "--zero", "2") as pods:
         assert pods.wait() == [1]

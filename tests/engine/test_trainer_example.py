@@ -90,6 +90,7 @@ def wait_for(box, key, process):
     return found[key]
 
 
+@pytest.mark.soak_only  # as under our launcher in `test_launchers`
 def test_a_drain_request_leaves_a_commit_and_exit_code_75(tmp_path):
     box = tmp_path / "mailbox.json"
     process = start(tmp_path, "dp=2", "--steps", "100000", ETJ_MAILBOX=str(box))
