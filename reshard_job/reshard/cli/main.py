@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
+from reshard.extras import extra_needed
 from reshard.system.exit_signals import select_exit_signals
 
 _INTERRUPTED = 130  # as `reshard.contract.ExitCode.INTERRUPTED`, without importing it
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nothing here needs numpy's threads for linear algebra
     gc.disable()
-    with _quiet_start():
+    with _quiet_start(), extra_needed("reshard", "reshard"):
         from reshard.cli.command_line import run
     gc.freeze()  # objects of modules live as long as the process: collections need not visit them
     gc.enable()

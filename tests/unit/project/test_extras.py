@@ -1,6 +1,7 @@
-"""Every module of a package can be imported where nothing is installed but what the package's own extra names."""
+"""What is there where one extra and nothing else is installed: every module of its package, and every program."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 import tomllib
@@ -10,8 +11,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from testbed.paths import cache_dir
+
 ROOT = Path(__file__).parents[3]
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 PACKAGES = {
     "elastic_trainer": ("trainer", "trainer"),
     "reshard": ("reshard_job", "reshard"),
@@ -99,3 +103,59 @@ def test_a_dependency_that_the_extra_does_not_name_is_noticed(package, missing):
     extra = [item for item in EXTRAS[PACKAGES[package][1]] if not item.startswith(missing)]
     done = import_all(package, extra)
     assert f"No module named '{missing}" in done.stderr
+
+
+PROGRAMS = {"elastic-operator": "operator", "kubectl-etj": "plugin", "reshard": "reshard"}
+"""The extra that each program says it needs, and which is enough for it."""
+WITH_TORCH = ("engine", "megatron", "streams")
+ENVIRONMENTS = [
+    pytest.param(extra, marks=pytest.mark.soak_only if extra in WITH_TORCH else ()) for extra in ("", *EXTRAS)
+]
+IMPORT_PLUGIN = """
+import importlib, pkgutil, elastic_operator.plugin as plugin
+for module in pkgutil.walk_packages(plugin.__path__, "elastic_operator.plugin."):
+    importlib.import_module(module.name)
+"""
+
+
+def uv(*arguments: str | Path, env: Path | None = None) -> None:
+    found = sorted(cache_dir().glob("uv-*/bin/uv"))
+    if not found:
+        pytest.skip("`make setup` has not installed uv on this machine")
+    command = [str(found[-1]), *map(str, arguments)]
+    environment = {**os.environ, **({"VIRTUAL_ENV": str(env)} if env else {})}
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    uv("build", "-q", "--wheel", "--offline", "--out-dir", folder, ROOT)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ENVIRONMENTS)
+def test_every_program_prints_its_help_or_names_the_extra_that_it_needs(
+    tmp_path: Path, wheel: Path, extra: str
+) -> None:
+    env = tmp_path / "env"
+    uv("venv", "-q", "--python", sys.executable, env)
+    name = f"{PROJECT['name']}[{extra}]" if extra else PROJECT["name"]
+    uv("pip", "install", "-q", "--offline", "-c", "requirements.lock", f"{name} @ {wheel.as_uri()}", env=env)
+    assert set(PROJECT["scripts"]) == set(PROGRAMS)
+    for program, needed in PROGRAMS.items():
+        done = subprocess.run(
+            [env / "bin" / program, "--help"], capture_output=True, text=True, check=False, timeout=60
+        )
+        if done.returncode == 0:
+            assert done.stdout.startswith(f"usage: {program}".replace("kubectl-etj", "kubectl etj")), done.stdout
+            assert not done.stderr
+        else:
+            assert extra != needed, done.stderr
+            assert done.returncode == 2
+            (sentence,) = done.stderr.splitlines()
+            assert sentence.startswith(f"{program}: expected the packages of the extra [{needed}], found no ")
+    if extra == "plugin":
+        subprocess.run([env / "bin" / "python", "-c", IMPORT_PLUGIN], check=True, timeout=60)
