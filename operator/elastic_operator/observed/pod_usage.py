@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from elastic_operator.observed.observation import controller_of
@@ -19,6 +20,22 @@ _Claim = tuple[str, str, bool, Mapping[str, int]]
 """Node, UID of the controlling Job, whether the pod has the operator's label, and requests by resource name."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A pod that holds a resource.
+
+    Attributes:
+        pod: namespace and name.
+        owner: UID of the controlling Job; empty if there is none.
+        count: what it holds.
+    """
+
+    pod: PodId
+    owner: str
+    node: str
+    count: int
+
+
 class PodUsage:
     """Count the resources of live pods, incrementally: a change costs the same in a cluster of any size."""
 
@@ -27,6 +44,7 @@ class PodUsage:
         self._claims: dict[PodId, _Claim] = {}
         self._totals: dict[str, dict[str, int]] = {}
         self._shares: dict[tuple[str, str], dict[str, int]] = {}  # only pods with the operator's label
+        self._holders: dict[str, tuple[int, tuple[Holder, ...]]] = {}  # with the version that they are of
 
     def put(self, pod: Mapping[str, Any]) -> None:
         """Add or update a core/v1 Pod."""
@@ -59,20 +77,36 @@ class PodUsage:
         """Return what all pods hold of each extended resource, by resource and node."""
         return {resource: dict(counts) for resource, counts in self._totals.items() if "/" in resource}
 
+    def holders(self, resource: str) -> tuple[Holder, ...]:
+        """Return all pods that hold a resource, the largest share first; listed once for all jobs until it changes."""
+        version, found = self._holders.get(resource, (0, ()))
+        if version != self._version:
+            listed = (
+                Holder(pod=pod, owner=owner, node=node, count=requests[resource])
+                for pod, (node, owner, _, requests) in self._claims.items()
+                if requests.get(resource)
+            )
+            found = tuple(sorted(listed, key=lambda item: (-item.count, item.pod)))
+            self._holders[resource] = (self._version, found)
+        return found
+
     def by_others(self, uids: Collection[str], resource: str) -> UsageByOthers:
         """Return what other pods than those of the given Jobs hold of a resource, by node."""
 
         def of(name: str) -> UsageByOthers:
             return self.by_others(uids, name)
 
+        def holders() -> Iterator[Holder]:
+            return (item for item in self.holders(resource) if item.owner not in uids)
+
         shares = [share for uid in uids if (share := self._shares.get((uid, resource)))]
         if len(shares) <= 1:
-            return UsageByOthers(self.totals(resource), shares[0] if shares else {}, self._version, of)
+            return UsageByOthers(self.totals(resource), shares[0] if shares else {}, self._version, of, holders)
         merged: dict[str, int] = {}
         for share in shares:
             for node, count in share.items():
                 _add_to_count(merged, node, count)
-        return UsageByOthers(self.totals(resource), merged, self._version, of)
+        return UsageByOthers(self.totals(resource), merged, self._version, of, holders)
 
     def _release(self, pod: PodId) -> None:
         claim = self._claims.pop(pod, None)
@@ -101,6 +135,7 @@ class UsageByOthers(Mapping[str, int]):
         share: what the job holds, by node.
         version: differs if `totals` differ.
         of: returns the same for another resource; without it, no pod holds any.
+        holders: returns the other pods that hold some, the largest share first.
     """
 
     def __init__(
@@ -109,11 +144,13 @@ class UsageByOthers(Mapping[str, int]):
         share: Mapping[str, int],
         version: int,
         of: Callable[[str], UsageByOthers] | None = None,
+        holders: Callable[[], Iterable[Holder]] = tuple,
     ) -> None:
         self.totals = totals
         self.share = share
         self.version = version
         self.of = of or (lambda _: UsageByOthers({}, {}, version))
+        self.holders = holders
 
     def __getitem__(self, node: str) -> int:
         count = self.totals[node] - self.share.get(node, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from elastic_operator.api.conditions import Type, set_condition
 from elastic_operator.api.serialization import Time
@@ -11,13 +12,16 @@ from elastic_operator.api.status import Current, Phase, Plan, Progress, Rejected
 from elastic_operator.manifests.attempt import checkpoint_root, start_source
 from elastic_operator.observed import commit_history
 from elastic_operator.observed.capacity import Capacity, NodeCapacity
+from elastic_operator.observed.placement.schedulability import is_schedulable
 from elastic_operator.observed.placement.volumes import describe_problems
+from elastic_operator.observed.pod_usage import UsageByOthers
 from elastic_operator.planning import planner
 from elastic_operator.planning.planner import Candidate
 from elastic_operator.reconcile import reshard_mode
 from elastic_operator.reconcile.context import (
     Context,
     describe_stuck_pods,
+    find_avoided_nodes,
     find_capacity,
     is_forgivable,
     list_avoided_nodes,
@@ -32,6 +36,11 @@ MAX_REJECTED = 8
 MAX_REASON = 2048
 
 MAX_CLAIMS_TEXT = 512
+
+MAX_HOLDERS = 5
+"""How many pods of others the message of a waiting job names."""
+
+MAX_HOLDERS_TEXT = 1024
 
 MOST_SIZES = 64
 """How many numbers of nodes above `spec.nodes.min` are tried for nodes that an autoscaler has to add."""
@@ -197,6 +206,8 @@ def _wait(context: Context, status: Status, plan: Plan) -> Status:
     stuck = select_stuck_pods(context, status)
     if stuck:
         message = f"{message} Left out until the pod is gone: {describe_stuck_pods(stuck)}, which does not end."
+    if holders := describe_holders(context, status):
+        message = f"{message} {holders}"
     if status.phase != Phase.WAITING or status.reason != reason:
         context.emit(reason, message, warning=True)
     return dataclasses.replace(
@@ -215,6 +226,30 @@ def _wait(context: Context, status: Status, plan: Plan) -> Status:
             generation=context.job.generation,
         ),
     )
+
+
+def describe_holders(context: Context, status: Status) -> str:
+    """Return a sentence that names pods of others with accelerators on nodes that the job may use; empty without any.
+
+    Pods of other namespaces are named as the operator sees them: it plans with what they hold.
+    """
+    used, nodes, pod = context.world.used, context.world.nodes, context.placed_template["spec"]
+    if not isinstance(used, UsageByOthers):
+        return ""
+    avoid = find_avoided_nodes(context, status)
+    holders = (
+        item
+        for item in used.holders()
+        if item.node in nodes and item.node not in avoid and is_schedulable(nodes[item.node], pod)
+    )
+    named = tuple(itertools.islice(holders, MAX_HOLDERS))
+    if not named:
+        return ""
+    text = sentence(
+        ", ".join(f"{'/'.join(item.pod)} on {item.node} ({item.count})" for item in named), MAX_HOLDERS_TEXT
+    )
+    more = ", and others" if next(holders, None) is not None else ""
+    return f"Pods of others hold {context.spec.accelerator.resource} on nodes that take its pods: {text}{more}."
 
 
 def restrict_to_topology(spec: Spec, topology: Topology | None) -> Spec:
