@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from testbed import components
 from testbed.kubectl import Kubectl
 from tests.cluster.jobs import Operator
-from tests.cluster.own_api_server import own_api_server
+from tests.cluster.own_api_server import daemon, own_api_server
 from tests.cluster.test_rights import GPU, now, training_job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_api_server]
@@ -36,28 +34,13 @@ def kubectl(tmp_path: Path) -> Iterator[Kubectl]:
         flags = (GATES, "--runtime-config=scheduling.k8s.io/v1alpha2=true")
         client = stack.enter_context(own_api_server(*flags))
         config = client.kubeconfig
-        stack.enter_context(_daemon(tmp_path, "kube-controller-manager", config, "--controllers=job-controller"))
+        stack.enter_context(daemon(tmp_path, "kube-controller-manager", config, "--controllers=job-controller"))
         client("create", "namespace", TEAM)
         client("create", "serviceaccount", "default", "-n", TEAM)
         for name in NODES:
             _play_node(client, name)
         client.apply(*_bound_claim())
         yield client
-
-
-@contextlib.contextmanager
-def _daemon(folder: Path, program: str, config: Path, *flags: str) -> Iterator[None]:
-    with open(folder / f"{program}.log", "wb") as log:
-        command = [str(components.bin_dir() / program), f"--kubeconfig={config}", "--leader-elect=false", *flags]
-        process = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", *command, "--secure-port=0"], stdout=log, stderr=log
-        )
-        try:
-            yield
-        finally:
-            process.kill()
-            process.wait(timeout=20)
-            print((folder / f"{program}.log").read_text()[-3000:])
 
 
 def _bound_claim() -> list[dict[str, Any]]:
@@ -121,7 +104,7 @@ def test_no_pod_of_an_attempt_is_placed_before_all_can_be(kubectl: Kubectl, tmp_
         assert group["spec"]["schedulingPolicy"]["gang"]["minCount"] == 3
         # A node is taken between the plan and the placement of the pods: two of three pods would find a node.
         kubectl("cordon", "gpu-3")
-        stack.enter_context(_daemon(tmp_path, "kube-scheduler", kubectl.kubeconfig, GATES))
+        stack.enter_context(daemon(tmp_path, "kube-scheduler", kubectl.kubeconfig, GATES))
         _wait("three pods that find no node", lambda: _unschedulable(kubectl) == 3)
         time.sleep(PENDING_SECONDS)
         assert _placed(kubectl) == []

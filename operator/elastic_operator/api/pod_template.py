@@ -39,6 +39,7 @@ ContainerName = Annotated[str, Strict(), Field(min_length=1, max_length=63)]
 VolumeName = Annotated[str, Strict(), Field(min_length=1, max_length=63)]
 LabelKey = Annotated[str, Strict(), Field(max_length=317)]
 LabelValue = Annotated[str, Strict(), Field(max_length=253)]
+AnnotationValue = Annotated[str, Strict(), Field(max_length=262_144)]
 ImageName = Annotated[str, Strict(), Field(min_length=1, max_length=1024)]
 
 
@@ -302,9 +303,21 @@ class TrainingPodSpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PodMetadata:
+    """ObjectMeta of a pod template."""
+
+    labels: Annotated[Mapping[str, LabelValue], Field(max_length=256)] | None = None
+    """Labels of the pods."""
+    annotations: Annotated[Mapping[str, AnnotationValue], Field(max_length=256)] | None = None
+    """Annotations of the pods."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardPodTemplate:
     """PodTemplateSpec of the reshard pods."""
 
+    metadata: Annotated[PodMetadata, OPEN] | None = None
+    """Labels and annotations, in addition to those of spec.template; the same key here wins."""
     spec: Annotated[ReshardPodSpec, OPEN]
     """PodSpec."""
 
@@ -313,5 +326,7 @@ class ReshardPodTemplate:
 class TrainingPodTemplate:
     """PodTemplateSpec of the training pods."""
 
+    metadata: Annotated[PodMetadata, OPEN] | None = None
+    """Labels and annotations. Reshard pods get them too, except those for gangs and queues."""
     spec: Annotated[TrainingPodSpec, OPEN]
     """PodSpec."""

@@ -21,7 +21,7 @@ from kubernetes.aio.client.rest import RESTResponse
 
 from elastic_operator.client.api_errors import RequestError, make_error
 from elastic_operator.client.credentials import Authorization, Credentials, CredentialsError
-from elastic_operator.client.resources import CHUNK, MERGE_PATCH, ResourceKind, make_selectors
+from elastic_operator.client.resources import CHUNK, MERGE_PATCH, YAML, ResourceKind, make_selectors
 
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 10.0
@@ -128,15 +128,21 @@ class KubernetesClient:
                 return
             params["continue"] = meta["continue"]
 
-    async def create(self, kind: ResourceKind, body: Mapping[str, Any], **params: str) -> Object:
+    async def create(
+        self, kind: ResourceKind, body: Mapping[str, Any], *, is_compact: bool = False, **params: str
+    ) -> Object:
         """Create an object; return it as it is stored.
 
         Args:
             kind: kind of the object.
             body: manifest with name and namespace.
+            is_compact: send no space outside of strings; the official client can do so only in a text that is not JSON.
             params: query parameters, for instance `fieldManager`.
         """
-        return await self._request("POST", kind.path(_namespace(body)), params, body)
+        path = kind.path(_namespace(body))
+        if is_compact:
+            return await self._request("POST", path, params, json.dumps(body, separators=(",", ":")), content_type=YAML)
+        return await self._request("POST", path, params, body)
 
     async def replace(
         self, kind: ResourceKind, body: Mapping[str, Any], *, subresource: str = "", **params: str
@@ -200,7 +206,7 @@ class KubernetesClient:
         method: str,
         path: str,
         params: Mapping[str, str] | None = None,
-        body: Mapping[str, Any] | None = None,
+        body: Mapping[str, Any] | str | None = None,
         *,
         content_type: str = _JSON,
         read_seconds: float | None = None,
@@ -224,7 +230,7 @@ class KubernetesClient:
         method: str,
         path: str,
         params: Mapping[str, str] | None = None,
-        body: Mapping[str, Any] | None = None,
+        body: Mapping[str, Any] | str | None = None,
         *,
         content_type: str = _JSON,
         read_seconds: float,

@@ -80,6 +80,7 @@ CHUNK = 500
 """Maximum number of objects in one answer to a list."""
 
 MERGE_PATCH = "application/merge-patch+json"
+YAML = "application/yaml"
 
 _CREATED = (
     REVISION, JOB, LEASE, DISRUPTION_BUDGET, ROLE, ROLE_BINDING, SERVICE, ACCOUNT, WORKLOAD, *POD_GROUPS,

@@ -154,9 +154,8 @@ class Diagnostics:
 
     async def _find_objections(self, path: str, manifest: Mapping[str, Any]) -> list[str]:
         """Dry-run the creation of a Job made from the template at `path`, and return the API server's objections."""
-        params = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": MANAGER}
         try:
-            await self._client.create(JOB, manifest, **params)
+            await self._client.create(JOB, manifest, dryRun="All", fieldValidation="Strict", fieldManager=MANAGER)
         except ApiError as error:
             if dry_run.is_spec_at_fault(error.code, error.message):
                 causes = error.details.get("causes") or ()

@@ -297,7 +297,7 @@ class ClusterWriter:
         kind, meta = kind_of(manifest), manifest["metadata"]
         self._fence()
         try:
-            await self._client.create(kind, manifest, fieldManager=MANAGER)
+            await self._client.create(kind, manifest, is_compact=kind == REVISION, fieldManager=MANAGER)
         except ApiError as error:
             if error.code != HTTPStatus.CONFLICT:
                 raise

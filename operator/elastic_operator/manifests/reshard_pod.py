@@ -15,6 +15,7 @@ from decimal import Decimal
 from typing import Any
 
 from elastic_operator.api.spec import Spec
+from reshard.contract import GROUP
 
 OWNER_COMMAND = ("python3", "-m", "reshard.owner")
 _TMP = "etj-tmp"
@@ -32,6 +33,23 @@ size. The limit of 8 CPUs slows nothing down; it is there for namespaces whose q
 """
 MAX_DOUBLINGS = 5
 """A conversion that runs out of memory again and again does not get more than 32 times its memory."""
+_NOT_CARRIED = (
+    GROUP,
+    "batch.kubernetes.io",
+    "container.apparmor.security.beta.kubernetes.io",
+    "container.seccomp.security.alpha.kubernetes.io",
+    "kai.scheduler",
+    "kubectl.kubernetes.io",
+    "kueue.x-k8s.io",
+    "pod-group.scheduling.sigs.k8s.io",
+    "run.ai",
+    "scheduling.k8s.io",
+    "scheduling.x-k8s.io",
+    "volcano.sh",
+    "yunikorn.apache.org",
+)
+"""Domains of labels and annotations of the training that a reshard pod does not get: they would put it into the gang or
+the queue of the training, or they name the training container."""
 _AS_ROOT = ("DAC_OVERRIDE", "FOWNER")
 _BECOMES_OWNER = ("DAC_OVERRIDE", "SETGID", "SETUID")
 
@@ -50,16 +68,16 @@ class ReshardImage:
 
 
 def reshard_template(spec: Spec, image: ReshardImage | None, source: str, *, oom_kills: int = 0) -> dict[str, Any]:
-    """Build the PodTemplateSpec of a reshard pod, without arguments, claim and labels.
+    """Build the PodTemplateSpec of a reshard pod, without arguments, claim and the operator's labels.
 
     Args:
-        spec: `spec.reshard.template`, if set, is used unchanged.
+        spec: `spec.reshard.template`, if set, is used unchanged, with the labels and annotations of the training.
         image: the operator's image; None to use the training pod's image.
         source: the commit to convert; the pod runs as its owner if no user is declared.
         oom_kills: number of earlier tries that ran out of memory.
     """
     if spec.reshard.template:
-        return dict(spec.reshard.template)
+        return {**spec.reshard.template, **_build_metadata(spec)}
     training = spec.template.get("spec") or {}
     user = _identity(training).get("runAsUser")
     if image is None or (user is None and _identity(training).get("runAsNonRoot")):
@@ -67,7 +85,25 @@ def reshard_template(spec: Spec, image: ReshardImage | None, source: str, *, oom
     else:
         template = _from_image(training, spec.checkpoint.claim_name, image, source)
     template["spec"]["containers"][0]["resources"] = _build_resources(spec, oom_kills)
-    return template
+    return {**template, **_build_metadata(spec)}
+
+
+def _build_metadata(spec: Spec) -> dict[str, Any]:
+    """Return the metadata of the template: that of the training, by which admission and accounting know its pods.
+
+    What `spec.reshard.template` says about a key wins.
+    """
+    training, own = (dict(item.get("metadata") or {}) for item in (spec.template, spec.reshard.template or {}))
+    for part in ("labels", "annotations"):
+        carried = {key: value for key, value in (training.get(part) or {}).items() if _is_carried(key)}
+        if values := {**carried, **(own.get(part) or {})}:
+            own[part] = values
+    return {"metadata": own} if own else {}
+
+
+def _is_carried(key: str) -> bool:
+    domain = f".{key.rpartition('/')[0]}"
+    return key not in ("controller-uid", "job-name") and not any(domain.endswith(f".{name}") for name in _NOT_CARRIED)
 
 
 def _from_training(pod: Mapping[str, Any]) -> dict[str, Any]:

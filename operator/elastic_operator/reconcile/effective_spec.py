@@ -8,6 +8,8 @@ ControllerRevision cannot be changed, so every accepted spec makes a new one.
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,15 +25,21 @@ from elastic_operator.reconcile.record import Record
 def build_revision(job: JobRef, spec: Mapping[str, Any]) -> dict[str, Any]:
     """Build the ControllerRevision that keeps a spec as it was written.
 
-    The name contains the UID, because revisions of an earlier job of the same name may still exist.
+    The name contains the UID, because revisions of an earlier job of the same name may still exist. The API server
+    compares the bytes of `data` at each patch of others, also of metadata, and writes JSON in its own way: sorted, with
+    other numbers and escapes than Python. So the spec is a text without a character that anybody escapes differently.
     """
+    text = json.dumps(spec, sort_keys=True, separators=(",", ":"))
     return {
         "apiVersion": "apps/v1",
         "kind": "ControllerRevision",
         "metadata": build_owned_metadata(job, f"{job.name}-{job.uid[:8]}-{job.generation}"),
-        "data": {"spec": dict(spec)},
+        "data": {"spec": _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)},
         "revision": job.generation,
     }
+
+
+_ESCAPED = re.compile("[<>&\x7f]")
 
 
 def is_revision_due(before: Status, after: Status) -> bool:
@@ -49,7 +57,8 @@ def read_newest_spec(revisions: Iterable[Mapping[str, Any]], uid: str) -> Spec |
     newest = max(own, key=lambda item: int(item["revision"]), default=None)
     data = (newest.get("data") if newest is not None else None) or {}
     try:
-        return parse_spec(data["spec"])
+        spec = data["spec"]  # an older operator has kept it as an object
+        return parse_spec(json.loads(spec) if isinstance(spec, str) else spec)
     except (SpecError, LookupError, TypeError, ValueError, AttributeError):
         return None
 

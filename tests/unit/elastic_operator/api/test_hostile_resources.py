@@ -54,6 +54,11 @@ def test_the_hash_of_a_spec_is_that_of_older_operators(options: dict[str, str], 
         ("template", {"spec": {"containers": [{"name": "t"}]}}, ["spec.template.spec.containers[0].image"]),
         (
             "template",
+            {"metadata": {"labels": ["a"]}, "spec": {"containers": [{"name": "t", "image": "i"}]}},
+            ["spec.template.metadata.labels"],
+        ),
+        (
+            "template",
             {"spec": {"containers": [{"name": "t", "image": "i", "resources": {"limits": {"cpu": [1]}}}]}},
             ["spec.template.spec.containers[0].resources.limits.cpu"],
         ),

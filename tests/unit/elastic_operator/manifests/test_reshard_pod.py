@@ -80,6 +80,51 @@ def made(
     return found
 
 
+OWN = {"team.example/cost": "7", "app": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("template", "labels", "annotations"),
+    [
+        pytest.param(None, {"app": "gpt"}, {"sidecar.istio.io/inject": "false"}, id="derived"),
+        pytest.param({}, {"app": "gpt"}, {"sidecar.istio.io/inject": "false"}, id="of-the-user"),
+        pytest.param(
+            {"labels": OWN, "annotations": {"sidecar.istio.io/inject": "true", "kueue.x-k8s.io/x": "y"}},
+            OWN,
+            {"sidecar.istio.io/inject": "true", "kueue.x-k8s.io/x": "y"},
+            id="the-users-own-win",
+        ),
+    ],
+)
+def test_labels_and_annotations_of_the_training_are_carried(
+    template: dict[str, Any] | None, labels: dict[str, str], annotations: dict[str, str]
+) -> None:
+    metadata = {
+        "labels": {
+            "app": "gpt", "kueue.x-k8s.io/queue-name": "q", "scheduling.x-k8s.io/pod-group": "g", "job-name": "j",
+            "batch.kubernetes.io/job-name": "j", "elastictraining.dev/role": "worker",
+        },
+        "annotations": {
+            "sidecar.istio.io/inject": "false", "scheduling.volcano.sh/queue-name": "q",
+            "kubectl.kubernetes.io/default-container": "train",
+            "container.apparmor.security.beta.kubernetes.io/train": "unconfined",
+        },
+    }  # fmt: skip
+    value = {**SPEC, "template": {"metadata": metadata, "spec": copy.deepcopy(POD)}}
+    if template is not None:
+        value["reshard"] = {"template": {"metadata": template, "spec": {"containers": [{"name": "r", "image": "i"}]}}}
+    resume = Resume(source=SOURCE, uri="/data/gpt/a4/step-00000020", step=20)
+    current = Current(topology=Topology(tp=2, dp=2), num_nodes=2, gpus_per_node=2, resume=resume)
+    made_job = reshard_job(JobRef(name="gpt", namespace="team", uid="u"), parse_spec(value), 4, current, IMAGE)
+    found = made_job["spec"]["template"]["metadata"]
+    name = "reshard" if template is None else "r"
+    ours = {"elastictraining.dev/container": name, "kubectl.kubernetes.io/default-container": name}
+    assert found["annotations"] == {**annotations, **ours}
+    assert found["labels"]["elastictraining.dev/role"] == "reshard"
+    own = ("app.kubernetes.io/", "elastictraining.dev/")
+    assert {key: text for key, text in found["labels"].items() if not key.startswith(own)} == labels
+
+
 def test_the_operators_image_gets_the_claim_and_nothing_else_of_the_training() -> None:
     pod = made(pod={"runAsUser": 1000})
     (main,) = pod["containers"]
