@@ -60,7 +60,7 @@ class Env(enum.StrEnum):
     JOB_UID = "ETJ_JOB_UID"
     """UID of the ElasticTrainingJob: the owner of ETJ_CHECKPOINT_ROOT. Empty without a cluster."""
     TAKE_OVER = "ETJ_TAKE_OVER"
-    """`true` if `spec.checkpoint.takeOver` lets the job take ETJ_CHECKPOINT_ROOT over from another one."""
+    """`spec.checkpoint.takeOver`, a `TakeOver`. Empty without a cluster."""
     ATTEMPT = "ETJ_ATTEMPT"
     TOPOLOGY = "ETJ_TOPOLOGY"
     WORLD_SIZE = "ETJ_WORLD_SIZE"
@@ -77,6 +77,14 @@ class Env(enum.StrEnum):
     `spec.reshard.mode` is Virtual or may choose virtual commits."""
     MAILBOX = "ETJ_MAILBOX"
     """Path of a JSON file that replaces the Lease without a cluster."""
+
+
+class TakeOver(enum.StrEnum):
+    """Whether a job may take ETJ_CHECKPOINT_ROOT over: its first attempt (BEGIN), or the reshard Job before that."""
+
+    NEVER = "Never"
+    BEGIN = "Begin"
+    RESUME = "Resume"
 
 
 class Label(enum.StrEnum):
@@ -248,7 +256,7 @@ class ReshardReport:
         exit_code: an `ExitCode`.
         message: one sentence for the user; the error, if there was one.
         source: folder of the commit that was read.
-        target: folder of the commit that was written.
+        target: folder of the commit that was written; empty if a root that was taken over holds no commit.
         step: optimizer steps done in that commit.
         samples: global samples consumed in that commit.
         mode: `materialize` or `virtual`.
@@ -385,19 +393,13 @@ def _counts(path: str, value: object) -> dict[str, int]:
     return {_text(path, key, 64): _whole(f"{path}.{key[:16]}", item, MAX_COUNT) for key, item in value.items()}
 
 
-def _versions(path: str, value: object) -> tuple[int, ...]:
+def _items(path: str, value: object, read: Callable[[str, object], Any], what: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple) or len(value) > _MAX_VERSIONS:
-        raise ValueError(f"{path}: expected a list of at most {_MAX_VERSIONS} integers, found {_brief(value)}")
-    return tuple(_whole(f"{path}[{at}]", item, MAX_ATTEMPT) for at, item in enumerate(value))
+        raise ValueError(f"{path}: expected a list of at most {_MAX_VERSIONS} {what}, found {_brief(value)}")
+    return tuple(read(f"{path}[{at}]", item) for at, item in enumerate(value))
 
 
-def _formats(path: str, value: object) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or len(value) > _MAX_VERSIONS:
-        raise ValueError(f"{path}: expected a list of at most {_MAX_VERSIONS} formats, found {_brief(value)}")
-    return tuple(_text(f"{path}[{at}]", item, 64) for at, item in enumerate(value))
-
-
-_MAX_DEGREES, _MAX_DEGREE, _MAX_VERSIONS = 16, 10**6, 32
+_MAX_DEGREES, _MAX_DEGREE, _MAX_VERSIONS, _MAX_DIGITS = 16, 10**6, 32, 24
 
 _Reader = Callable[[str, object], Any]
 _READERS: Mapping[type, Mapping[str, _Reader]] = {
@@ -411,9 +413,9 @@ _READERS: Mapping[type, Mapping[str, _Reader]] = {
         "format": functools.partial(_text, most=64),
     },
     VirtualLoader: {
-        "manifests": _versions,
+        "manifests": functools.partial(_items, read=functools.partial(_whole, most=MAX_ATTEMPT), what="integers"),
         "memory_bytes": functools.partial(_whole, most=MAX_BYTES),
-        "formats": _formats,
+        "formats": functools.partial(_items, read=functools.partial(_text, most=64), what="formats"),
     },
     ReshardReport: {
         "ok": _flag,
@@ -473,9 +475,6 @@ def _parse_int(text: str) -> int:
     if len(text) > _MAX_DIGITS:
         raise ValueError(f"expected a number of at most {_MAX_DIGITS} digits, found {len(text)}")
     return int(text)
-
-
-_MAX_DIGITS = 24
 
 
 def _refuse(text: str) -> object:

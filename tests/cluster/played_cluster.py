@@ -295,6 +295,9 @@ class PlayedCluster:
             return _refused_conversion(pod, ExitCode.NOT_OWNER, str(error))
         except FileNotFoundError as error:
             return _refused_conversion(pod, ExitCode.SOURCE_INVALID, str(error))
+        if commit is None:
+            nothing = ReshardReport(ok=True, exit_code=0, message="there is no commit", source=source)
+            return _terminated(pod, "Succeeded", 0, nothing.to_json())
         report = ReshardReport(
             ok=True, exit_code=0, message="done", source=commit.uri, target=target, step=commit.step,
             samples=20 * commit.step, verified=True,

@@ -18,7 +18,7 @@ from pathlib import Path
 from elastic_operator.manifests.attempt import CHECKPOINT_MOUNT
 from elastic_trainer.publisher import MARKED, commit_name
 from reshard.commits.root_owner import claim_root, read_owner
-from reshard.contract import COMMIT_FILE, CommitRef, Env, LeaseKey
+from reshard.contract import COMMIT_FILE, CommitRef, Env, LeaseKey, TakeOver
 
 _ATTEMPT = re.compile(r"a[0-9]+/")
 
@@ -62,6 +62,7 @@ class PlayedVolume:
         self._problems = problems
         self._published: dict[str, PlayedCommit] = {}
         self._publishers: list[tuple[str, int]] = []
+        self._choices: dict[str, PlayedCommit | None] = {}
 
     def owner(self, root: str) -> str:
         """Return the UID of the job that owns a root, empty for none."""
@@ -112,8 +113,8 @@ class PlayedVolume:
 
     def convert(
         self, env: Mapping[str, str], source: str, target: str, topology: Mapping[str, int], *, any_commit: bool
-    ) -> PlayedCommit:
-        """Convert a commit as `reshard run` does; return the source.
+    ) -> PlayedCommit | None:
+        """Convert a commit as `reshard run` does; return the source, or None if a root to take over holds no commit.
 
         Args:
             env: environment variables of the pod.
@@ -127,6 +128,11 @@ class PlayedVolume:
             FileNotFoundError: there is no commit in the source.
         """
         root = root_of(env)
+        if source == root and env[Env.TAKE_OVER] == TakeOver.RESUME:
+            commit = self._take_over(env)
+            if commit is not None:
+                self._write(PlayedCommit(target, commit.step, {**_ONES, **topology}, env[Env.JOB_UID]))
+            return commit
         self._claim(env, resumes=source.startswith(f"{root}/") and _ATTEMPT.match(source[len(root) + 1 :]) is not None)
         commit = self.find(source)
         if commit is None and any_commit:
@@ -153,13 +159,26 @@ class PlayedVolume:
         """Return the commits that disappeared, although their job had not released them."""
         return [uri for uri, commit in self._published.items() if self.find(uri) != commit]
 
+    def _take_over(self, env: Mapping[str, str]) -> PlayedCommit | None:
+        """Take a root over as `reshard` does; return the newest commit of its former owner, chosen once."""
+        root, uid = root_of(env), env[Env.JOB_UID]
+        job = f"{env[Env.NAMESPACE]}/{env[Env.JOB]}"
+        owner = claim_root(self._path(root), uid=uid, job=job, take_over=True)
+        if uid not in self._choices:
+            commits = self.commits(root)
+            former = reversed(owner.previous if owner else ())
+            writer = next((name for name in former if name in {commit.uid for commit in commits}), None)
+            mine = [commit for commit in commits if writer in (None, commit.uid)]
+            self._choices[uid] = mine[-1] if mine else None
+        return self._choices[uid]
+
     def _claim(self, env: Mapping[str, str], *, resumes: bool) -> bool:
         """Claim the root; return whether it had another owner before."""
         owner = claim_root(
             self._path(root_of(env)),
             uid=env[Env.JOB_UID],
             job=f"{env[Env.NAMESPACE]}/{env[Env.JOB]}",
-            take_over=env[Env.TAKE_OVER] == "true",
+            take_over=env[Env.TAKE_OVER] == TakeOver.BEGIN,
             resumes=resumes,
         )
         return owner is not None and bool(owner.previous)

@@ -30,7 +30,7 @@ from elastic_operator.client.resources import (
 )
 from elastic_operator.manifests.attempt import CHECKPOINT_MOUNT, DRAIN_REQUESTED, RETRY_REQUESTED
 from elastic_operator.observed.pod_diagnosis import NAME_TAKEN, PREDECESSOR_RUNS
-from reshard.contract import Label
+from reshard.contract import Label, TakeOver
 from tests.cluster.fault_harness import Start
 from tests.cluster.fault_proxy import FaultProxy
 from tests.cluster.played_cluster import NAME, NUM_NODES, SPEC, PlayedCluster, owner_of
@@ -45,15 +45,21 @@ REFUSED_SOURCE = "refused: ReshardFailed, there is no commit to start from"
 RESUMED = "resumed from the old path"
 FROM_NOTHING = "runs from nothing in a path without an owner"
 TAKEN_OVER = "took the path over"
+RESUMED_IN_PLACE = "took the path over, and resumed"
 
 
 class Mode(enum.StrEnum):
     """How the job is created again."""
 
     SAME = "same path"
-    TAKE_OVER = "takeOver"
-    TAKE_OVER_LATER = "takeOver and a retry after the refusal"
+    TAKE_OVER = "takeOver: Begin"
+    RESUME = "takeOver: Resume"
+    TAKE_OVER_LATER = "takeOver: Begin and a retry after the refusal"
+    RESUME_LATER = "takeOver: Resume and a retry after the refusal"
     START_FROM = "startFrom the old path"
+
+
+_LATER = {Mode.TAKE_OVER_LATER: TakeOver.BEGIN, Mode.RESUME_LATER: TakeOver.RESUME}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,23 +132,25 @@ class RecreatedCluster(PlayedCluster):
         if mode is Mode.START_FROM:
             fields["startFrom"], self.path = self.path, f"gpt-{self.num_created}"
         elif mode is Mode.TAKE_OVER:
-            fields["takeOver"] = True
+            fields["takeOver"] = TakeOver.BEGIN.value
+        elif mode is Mode.RESUME:
+            fields["takeOver"] = TakeOver.RESUME.value
         self.spec = copy.deepcopy(SPEC)
         self.spec["checkpoint"] |= {"path": self.path, **fields}
         await self.create_job(self.spec)
 
-    async def take_over(self) -> None:
+    async def take_over(self, word: TakeOver) -> None:
         """Set `takeOver`, and ask for a retry, as the refusal says."""
         await self._client.patch(
             TRAINING_JOB,
             NAME,
             {
                 "metadata": {"annotations": {RETRY_REQUESTED: str(self.num_created)}},
-                "spec": {"checkpoint": {"takeOver": True}},
+                "spec": {"checkpoint": {"takeOver": word.value}},
             },
             namespace=self.namespace,
         )
-        self.spec["checkpoint"]["takeOver"] = True
+        self.spec["checkpoint"]["takeOver"] = word.value
 
     async def request_drain(self) -> None:
         """Ask for a commit and a new attempt."""
@@ -267,9 +275,9 @@ class RecreatedJobLane(Lane):
         collector = asyncio.create_task(self._collect())
         try:
             await self.until("rest", lambda: bool(self._rest()) and not self.played.has_predecessors())
-            if mode is Mode.TAKE_OVER_LATER and self._rest() == "Failed":
+            if (word := _LATER.get(mode)) is not None and self._rest() == "Failed":
                 self._count(self._check_rest())
-                await self.played.take_over()
+                await self.played.take_over(word)
                 await self.until("retry", lambda: self._rest() == "Running")
         finally:
             collector.cancel()
@@ -356,7 +364,20 @@ class RecreatedJobLane(Lane):
             if started.get("source") not in {commit.uri for commit in sources}:
                 raise LaneError(f"expected a start from one of {sources}: {found}")
             return RESUMED
+        if checkpoint.get("takeOver") == TakeOver.RESUME:
+            return self._check_resumed(found)
         return TAKEN_OVER if checkpoint.get("takeOver") else FROM_NOTHING
+
+    def _check_resumed(self, found: Mapping[str, Any]) -> str:
+        """Check that a job that took its path over goes on from the newest commit of its predecessor there."""
+        commits = self.played.volume.commits(self._root())
+        others = [commit for commit in commits if commit.uid != self.played.uid]
+        source = (found.get("startedFrom") or {}).get("source")
+        if source is None and others:
+            raise LaneError(f"expected a start from the newest of {others}: {found}")
+        if source is not None and source not in {commit.uri for commit in others}:
+            raise LaneError(f"expected a start from one of {others}: {found}")
+        return RESUMED_IN_PLACE if source else FROM_NOTHING
 
 
 def draw(chance: random.Random) -> tuple[list[Deletion], bool]:

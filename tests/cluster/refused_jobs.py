@@ -112,6 +112,10 @@ REFUSED_AT_CREATION = [
     ("spec.checkpoint.startFrom may hold", with_field("spec.checkpoint.startFrom", "old/")),
     ("spec.checkpoint.startFrom may hold", with_field("spec.checkpoint.startFrom", "$(HOME)")),
     ("spec.checkpoint.startFrom lies where", with_field("spec.checkpoint.startFrom", "gpt")),
+    (
+        "spec.checkpoint: takeOver Resume goes on",
+        with_field("spec.checkpoint.startFrom", "old", base=with_field("spec.checkpoint.takeOver", "Resume")),
+    ),
     ("spec.checkpoint.startFrom lies where", with_field("spec.checkpoint.startFrom", "gpt/a3/step-00000005")),
     (
         "spec.checkpoint.startFrom lies where",
@@ -245,8 +249,8 @@ REFUSED_WITHDRAWALS = [
     ("spec.model cannot be removed", with_field("spec.model", MODEL), JOB),
     (
         "spec.checkpoint.takeOver cannot be withdrawn",
-        with_field("spec.checkpoint.takeOver", True),
-        with_field("spec.checkpoint.takeOver", False),
+        with_field("spec.checkpoint.takeOver", "Begin"),
+        with_field("spec.checkpoint.takeOver", "Never"),
     ),
 ]
 REFUSED_ONCE_STARTED = [

@@ -226,7 +226,7 @@ def test_what_may_change_can_be_changed(kubectl, namespace):
         ("spec.nodes.max", 2),
         ("spec.parallelism", {"tensor": [1, 2], "zeroStage": 0}),
         ("spec.checkpoint.intervalSeconds", 60),
-        ("spec.checkpoint.takeOver", True),
+        ("spec.checkpoint.takeOver", "Resume"),
     ):
         done = apply(kubectl, namespace, with_field(path, value, base=with_field("spec.model", MODEL)))
         assert done.returncode == 0, done.stderr

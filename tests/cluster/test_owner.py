@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from reshard.commits.commit import read_commit
 from testbed import faults
 from tests.cluster.jobs import GPT, Run, elastic, resumed
 
@@ -37,31 +38,31 @@ def message(status: dict[str, Any]) -> str:
 
 
 @pytest.mark.soak_only
-def test_a_job_that_is_created_again_is_refused_in_its_old_folder_and_may_take_it_over(
+def test_a_job_that_is_deleted_and_applied_again_is_refused_and_with_one_word_resumes_with_no_step_lost(
     run: Run, checkpoints: Path
 ) -> None:
     spec = elastic() | ONE_NODE
-    command = [*GPT, "--steps", "6"]
-    run.submit(command, **spec)
+    run.submit([*GPT, "--steps", "6"], **spec)
     run.until_phase("Complete", 240)
     old_uid = run.cluster.get("etj", "gpt", "-n", run.namespace)["metadata"]["uid"]
     old = checkpoints / "gpt/a1"
-    before = snapshot(old)
+    before, newest = snapshot(old), read_commit(old / commits(checkpoints, 1)[-1]).step
     run.remove()
 
     # Created again at once: the finished Job of its predecessor may still be there, and says nothing about this one.
-    run.submit(command, **spec)
+    run.submit([*GPT, "--steps", "9"], **spec)
     failed = run.until("an end", lambda status: status.get("phase") in ("Failed", "Complete"), 240)
     assert (failed["phase"], failed["reason"]) == ("Failed", "CheckpointNotOwned")
     assert old_uid in message(failed)
-    assert "takeOver" in failed["message"]
+    assert "set spec.checkpoint.takeOver and retry: Resume goes on from the newest commit" in failed["message"]
     assert failed.get("restartBudget", {}).get("used", 0) == 0
     assert snapshot(old) == before
 
-    run.patch(checkpoint={"takeOver": True})
+    run.patch(checkpoint={"takeOver": "Resume"})
     annotate(run, "retry-requested", "1")
     done = run.until_phase("Complete", 240)
-    assert done["checkpoint"]["step"] == 6
+    assert done["startedFrom"]["step"] == newest == 6, "no committed step is lost"
+    assert done["checkpoint"]["step"] == 9
     assert {key: value for key, value in snapshot(old).items() if key in before} == before
     assert next(item["status"] for item in done["conditions"] if item["type"] == "CheckpointOwned") == "True"
 

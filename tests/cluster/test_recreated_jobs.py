@@ -21,6 +21,7 @@ from tests.cluster.recovery_lane import LaneError, OperatorInProcess
 from tests.cluster.recreated_job import (
     REFUSED,
     RESUMED,
+    RESUMED_IN_PLACE,
     TAKEN_OVER,
     RecreatedCluster,
     RecreatedJobLane,
@@ -77,5 +78,5 @@ def test_a_job_deleted_at_any_moment_and_created_again_runs_or_refuses_and_no_co
     print(f"{num_deletions} deletions: {dict(outcomes)}")
     assert not failures, "\n".join(failures)
     assert num_deletions >= NUM_DELETIONS
-    expected = {REFUSED, RESUMED, TAKEN_OVER, f"waited: {NAME_TAKEN}", f"waited: {PREDECESSOR_RUNS}"}
+    expected = {REFUSED, RESUMED, RESUMED_IN_PLACE, TAKEN_OVER, f"waited: {NAME_TAKEN}", f"waited: {PREDECESSOR_RUNS}"}
     assert expected <= set(outcomes)

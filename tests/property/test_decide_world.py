@@ -132,8 +132,12 @@ def test_a_job_in_a_queue_ends_complete_whatever_its_quota_does() -> None:
 
 @pytest.mark.slow
 def test_a_job_whose_predecessor_still_runs_ends_complete_or_without_its_folder() -> None:
-    setups = {"predecessor": ("gpt", "elsewhere", "elsewhere"), "takes_over": (True, False)}
-    rare = {"a launch waits for a predecessor's pods", "a predecessor has the name of an object"}
+    setups = {"predecessor": ("gpt", "elsewhere", "elsewhere"), "take_over": ("Begin", "Resume", "Never")}
+    rare = {
+        "a launch waits for a predecessor's pods",
+        "a predecessor has the name of an object",
+        "a job goes on from the commit of its predecessor",
+    }
     play_scenario(setups, PREDECESSOR_FAULTS, ends=("TrainingComplete", "CheckpointNotOwned"), effects=rare)
 
 

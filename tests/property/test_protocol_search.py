@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import tempfile
@@ -15,12 +16,13 @@ from typing import Any
 import pytest
 
 from elastic_operator.observed import commit_history
-from elastic_operator.reconcile import pending_actions
+from elastic_operator.reconcile import next_attempt, pending_actions, start_from
 from elastic_operator.reconcile.actions import RevokeAttempt
 from elastic_trainer import publisher, retention
 from elastic_trainer.publisher import Publisher
 from elastic_trainer.session import Session
 from elastic_trainer.settings import from_env
+from reshard.commits import takeover
 from reshard.contract import Env
 from tests.property.protocol.model import Scenario, System
 from tests.property.protocol.rules import Rules
@@ -115,6 +117,77 @@ def test_no_order_of_events_breaks_a_rule_of_the_protocol(
     assert explored.num_good > 0
     missing = [text for text in happens if not any(text in name for name in names)]
     assert not missing, f"never happens: {missing}"
+
+
+TAKE_OVER = Scenario(gpus=SAME_NODES, faults=0, kinds=frozenset({"die", "rival"}), num_saves=1, takes_over=True)
+
+
+@pytest.mark.parametrize(
+    ("faults", "also"),
+    [
+        pytest.param(0, [], id="former-owner"),
+        pytest.param(
+            1,
+            ["finds another owner", "a third job takes the root over", "attempt 2 publishes the commit"],
+            id="third-job",
+            marks=pytest.mark.soak_only,
+        ),
+    ],
+)
+def test_a_take_over_beside_the_former_owner_keeps_the_rules(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, faults: int, also: list[str]
+) -> None:
+    names: set[str] = set()
+    explored = search(folder, monkeypatch, dataclasses.replace(TAKE_OVER, faults=faults), names)
+    print(f"{explored.num_states} states, {explored.num_steps} transitions, {explored.num_good} good states")
+    happens = ["claims the root", "chooses the commit", "converts", "attempt 99 publishes the commit", *also]
+    happens += ["exits with code 77", "the former job is deleted", "attempt 1 publishes the commit"]
+    missing = [text for text in happens if not any(text in name for name in names)]
+    assert not missing, f"never happens: {missing}"
+
+
+def _take_the_oldest(patch: pytest.MonkeyPatch) -> None:
+    choose = takeover.choose_commit
+    patch.setattr(takeover, "choose_commit", lambda root, *, uid, writers: dataclasses.replace(
+        choose(root, uid=uid, writers=writers), commit="a1/step-00000001"))  # fmt: skip
+
+
+def _never_ask_for_the_owner(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Publisher, "claim", lambda self: None)
+
+
+def _remove_what_others_wrote(patch: pytest.MonkeyPatch) -> None:
+    def prune(root: Path, names: Any, *, owner: str, keep: int, protected: Any) -> tuple[str, ...]:
+        for _, _, commit in sorted(retention.find_commits(root), reverse=True)[keep:]:
+            if commit not in protected:
+                retention.remove_commit(commit)
+        return ()
+
+    patch.setattr(retention, "remove_released", prune)
+
+
+def _begin_from_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(next_attempt, "start_source", lambda spec: "")
+    patch.setattr(start_from, "start_source", lambda spec: "")
+
+
+@pytest.mark.parametrize(
+    ("plant", "problem"),
+    [
+        (_take_the_oldest, "the newest commit is a1/step-00000002"),
+        (_never_ask_for_the_owner, "has not checked the owner"),
+        (_remove_what_others_wrote, "a commit of the former owner is gone"),
+        (_begin_from_nothing, "an attempt is launched, and the job has lost the commit"),
+    ],
+)
+def test_a_planted_defect_of_a_take_over_is_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], problem: str
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(CounterexampleError) as caught:
+        search(folder, monkeypatch, TAKE_OVER)
+    print(caught.value)
+    assert problem in caught.value.problem
 
 
 # -- planted defects: each has to be found -------------------------------------------------------------------------

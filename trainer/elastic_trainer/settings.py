@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elastic_trainer.errors import ConfigurationError
-from reshard.contract import Env
+from reshard.contract import Env, TakeOver
 from reshard.errors import TopologyError
 from reshard.topology import Topology
 
@@ -40,7 +40,7 @@ class Settings:
         staging: folder on this node, in memory or on a local disk, for the files of asynchronous saves.
         staging_bytes: largest size of one node's part of an asynchronous save; 0 for no bound but the free space.
         job_uid: UID of the ElasticTrainingJob, which owns `checkpoint_root`; empty without a cluster.
-        take_over: the job may take `checkpoint_root` over from another job.
+        take_over: this attempt may take `checkpoint_root` over from another job (`TakeOver.BEGIN`).
     """
 
     job: str
@@ -121,7 +121,7 @@ def from_env(environment: Mapping[str, str] | None = None) -> Settings:
         staging=Path(env.get("ETJ_STAGING") or scratch),
         staging_bytes=int(number("ETJ_STAGING_BYTES", 0)),
         job_uid=env.get(Env.JOB_UID, ""),
-        take_over=env.get(Env.TAKE_OVER, "") == "true",
+        take_over=env.get(Env.TAKE_OVER, "") == TakeOver.BEGIN,
         # Kubernetes sets these variables in every container, so that no cluster DNS is needed.
         api_server=(
             env.get("KUBERNETES_SERVICE_HOST") or "kubernetes.default.svc",

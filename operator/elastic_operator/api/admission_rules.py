@@ -161,17 +161,15 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
                 "self.nodes.max))))"
             ),
             (
-                "spec.parallelism.topologies: none can run: tensor must divide a number of "
-                "spec.accelerator.perNode, and "
-                "tensor * pipeline * data must be perNode times a number of nodes from spec.nodes.min to max"
+                "spec.parallelism.topologies: none can run: tensor must divide a number of spec.accelerator.perNode, "
+                "and tensor * pipeline * data must be perNode times a number of nodes from spec.nodes.min to max"
             ),
         ),
         Rule(
             (
                 "self.parallelism.strategy == 'Auto' || !has(self.parallelism.topologies) || "
-                "self.parallelism.topologies.exists(x, !has(x.data) || x.data < x.context || "
-                "self.batch.globalSamples % "
-                "(x.data / x.context * self.batch.microSamples) == 0)"
+                "self.parallelism.topologies.exists(x, !has(x.data) || x.data < x.context || self.batch.globalSamples "
+                "% (x.data / x.context * self.batch.microSamples) == 0)"
             ),
             (
                 "spec.batch.globalSamples is not a multiple of microSamples * data / context for any entry of "
@@ -199,9 +197,8 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         ),
         Rule(
             (
-                "!has(self.model) || self.parallelism.strategy != 'Auto' || self.parallelism.expert.exists(e, e "
-                "== 1 || "
-                "(self.model.experts > 0 && self.model.experts % e == 0))"
+                "!has(self.model) || self.parallelism.strategy != 'Auto' || self.parallelism.expert.exists(e, e == 1 "
+                "|| (self.model.experts > 0 && self.model.experts % e == 0))"
             ),
             "spec.parallelism.expert: no degree divides spec.model.experts (a dense model has none): add 1",
         ),
@@ -402,8 +399,12 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             "spec.checkpoint: claimName, path and format cannot change: the job would lose its checkpoints",
         ),
         Rule(
-            "!oldSelf.takeOver || self.takeOver",
+            "oldSelf.takeOver == 'Never' || self.takeOver != 'Never'",
             "spec.checkpoint.takeOver cannot be withdrawn: the folder has had another owner from then on",
+        ),
+        Rule(
+            "self.takeOver != 'Resume' || self.startFrom == ''",
+            "spec.checkpoint: takeOver Resume goes on from the newest commit in path, so startFrom must be empty",
         ),
         Rule(
             (

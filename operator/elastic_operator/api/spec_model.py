@@ -39,7 +39,7 @@ from elastic_operator.api.schema_types import (
     not_expected,
     to_camel_case,
 )
-from reshard.contract import COMMIT_NAME, GROUP, MAX_RELEASED, VERSION
+from reshard.contract import COMMIT_NAME, GROUP, MAX_RELEASED, VERSION, TakeOver
 
 AUTO: Final = "Auto"
 LOAD: Final = "Load"
@@ -303,11 +303,13 @@ class CheckpointSpec:
     """Options that reshard needs to read startFrom, as paths inside the claim. Cannot be changed once the job has
     started.
     """
-    take_over: Flag = False
-    """If true, the job may use a path that belongs to another job, or to an earlier job of the same name. It begins
-    beside the other job's commits and never changes or removes them. The other job stops at its next save, and cannot
-    take the path back. Cannot be set back to false. Without it, such a job fails with the condition CheckpointOwned
-    False and changes nothing. Default false.
+    take_over: TakeOver = TakeOver.NEVER
+    """Whether the job may use a path that belongs to another job, or to an earlier job of the same name. Resume goes on
+    from the newest commit there, which a reshard Job copies; the training begins from nothing only if there is no
+    commit, and the job fails if the commits cannot be read. Begin begins from nothing. In both cases the job owns path
+    from then on, writes beside the other job's commits, and never changes or removes them. The other job stops at its
+    next save, and cannot take the path back. With Never, such a job fails with the condition CheckpointOwned False and
+    changes nothing. Cannot be set back to Never. Default Never.
     """
     format: Literal["DeepSpeed", "DCP"] = "DeepSpeed"
     """Format of the checkpoints that the training saves. A DeepSpeed checkpoint is converted by a reshard Job before it

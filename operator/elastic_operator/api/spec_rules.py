@@ -24,6 +24,7 @@ from elastic_operator.api.spec_model import (
     Strategy,
     TopologyChoice,
 )
+from reshard.contract import TakeOver
 
 _ATTEMPT = re.compile(r"a\d+(/|$)", re.ASCII)
 
@@ -53,6 +54,8 @@ def _checkpoint(checkpoint: CheckpointSpec) -> Iterator[str]:
             f"spec.checkpoint.startFrom is {start!r}: lies where this job writes its own attempts; choose another "
             "spec.checkpoint.path"
         )
+    if start and checkpoint.take_over is TakeOver.RESUME:
+        yield "spec.checkpoint: takeOver Resume goes on from the newest commit in path, so startFrom must be empty"
     if checkpoint.start_options != StartOptions() and not start:
         yield "spec.checkpoint.startOptions says how to read startFrom, which is empty"
 

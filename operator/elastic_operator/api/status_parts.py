@@ -159,7 +159,7 @@ class Resume:
     ready: Flag = True
     """uri is committed."""
     external: Flag = False
-    """source is spec.checkpoint.startFrom; its step is known after the conversion."""
+    """source is spec.checkpoint.startFrom, or path with takeOver: Resume; its step is known after the conversion."""
     mode: Word = ""
     """AsIs: the commit has the topology of the attempt. Load: the attempt loads a commit of another topology itself.
     Reshard: a reshard Job converts the commit first. Empty without a commit."""

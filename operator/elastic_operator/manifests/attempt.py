@@ -21,7 +21,7 @@ from elastic_operator.manifests.gang import join_gang, pod_group
 from elastic_operator.manifests.placement import avoid_nodes, separate_pods, tolerate_resources
 from elastic_operator.manifests.ports import rendezvous_port
 from elastic_operator.manifests.reshard_pod import ReshardImage, reshard_template
-from reshard.contract import GROUP, KIND, VERSION, Env, Label
+from reshard.contract import GROUP, KIND, VERSION, Env, Label, TakeOver
 
 CHECKPOINT_MOUNT = "/checkpoint"
 MANAGER = "elastic-training-operator"
@@ -100,20 +100,34 @@ def commit_uri(root: str, attempt: int, step: int, mark: str = "") -> str:
 
 
 def start_source(spec: Spec) -> str:
-    """Return the folder of `spec.checkpoint.startFrom` as the job's pods see it; empty for none."""
+    """Return the folder from which a job without commits starts, as its pods see it; empty for none.
+
+    It is `spec.checkpoint.startFrom`, or the job's own root, which `takeOver: Resume` takes over.
+    """
+    if spec.checkpoint.take_over is TakeOver.RESUME:
+        return checkpoint_root(spec)
     start = spec.checkpoint.start_from
     return f"{_mount(spec)}/{start}" if start else ""
 
 
+def start_field(spec: Spec) -> str:
+    """Return the path of the field that `start_source` comes from; empty for none."""
+    if spec.checkpoint.take_over is TakeOver.RESUME:
+        return "spec.checkpoint.takeOver"
+    return "spec.checkpoint.startFrom" if spec.checkpoint.start_from else ""
+
+
 def start_arguments(spec: Spec) -> list[str]:
-    """Return the arguments of `reshard run` for a source in `spec.checkpoint.startFrom`."""
+    """Return the arguments of `reshard run` for the source `start_source`."""
+    # `reshard` finds the commit in a root that it takes over; a folder of others may hold one checkpoint or several.
+    which = "--require-commit" if spec.checkpoint.take_over is TakeOver.RESUME else "--newest"
     options = dataclasses.asdict(spec.checkpoint.start_options)
     path_options = [(f"--{name}", f"{_mount(spec)}/{path}") for name, path in options.items() if path]
-    return ["--newest", "--format", spec.checkpoint.format.lower(), *itertools.chain(*path_options)]
+    return [which, "--format", spec.checkpoint.format.lower(), *itertools.chain(*path_options)]
 
 
 def start_uri(root: str, attempt: int, mark: str = "") -> str:
-    """Return the folder of the commit that is converted from `spec.checkpoint.startFrom`, whose step is unknown.
+    """Return the folder of the commit that is converted from `start_source`, whose step is unknown.
 
     The name begins with `step-`, because the trainer prunes only folders with this prefix.
     """
@@ -307,7 +321,7 @@ def _owner_env(job: JobRef, spec: Spec) -> dict[str, str]:
         Env.JOB: job.name,
         Env.NAMESPACE: job.namespace,
         Env.JOB_UID: job.uid,
-        Env.TAKE_OVER: "true" if spec.checkpoint.take_over else "",
+        Env.TAKE_OVER: spec.checkpoint.take_over.value,
         Env.CHECKPOINT_ROOT: checkpoint_root(spec),
     }
 

@@ -150,7 +150,14 @@ def is_virtual(checkpoint: Checkpoint, current: Current) -> bool:
 
 
 def choose_resume(
-    checkpoint: Checkpoint, *, attempt: int, topology: Topology, root: str, start: str = "", mark: str = ""
+    checkpoint: Checkpoint,
+    *,
+    attempt: int,
+    topology: Topology,
+    root: str,
+    start: str = "",
+    field: str = "",
+    mark: str = "",
 ) -> Resume:
     """Choose the commit that `attempt` resumes from in `topology`.
 
@@ -160,6 +167,7 @@ def choose_resume(
         topology: degrees of parallelism of that attempt.
         root: folder of the job's checkpoints.
         start: folder to start from if the job has no commit of its own, empty for none.
+        field: path of the field that says so.
         mark: suffix for the names of converted commits, if another job may have used the plain names.
     """
     commit = find_newest(checkpoint, below=attempt)
@@ -174,7 +182,7 @@ def choose_resume(
                 ready=False,
                 external=True,
                 mode=StartMode.RESHARD,
-                reason=f"{reason}: {start} (spec.checkpoint.startFrom), resharded to {short(topology)}",
+                reason=f"{reason}: {start} ({field}), resharded to {short(topology)}",
             )
         return Resume(reason=f"{reason}: training starts from nothing")
     is_same_layout = commit.topology == topology

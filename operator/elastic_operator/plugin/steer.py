@@ -14,6 +14,7 @@ from elastic_operator.plugin.cluster import Cluster
 from elastic_operator.plugin.errors import Exit, PluginError
 from elastic_operator.plugin.pages.job_report import read_status
 from elastic_operator.reconcile import user_requests
+from reshard.contract import TakeOver
 
 POLL_SECONDS = 1.0
 
@@ -151,7 +152,10 @@ def describe_start(resource: Mapping[str, Any], status: Status) -> str:
     """Describe the checkpoint from which the next attempt resumes."""
     if status.checkpoint.uri:
         return f"from the commit of step {status.checkpoint.step}"
-    start = resource["spec"]["checkpoint"].get("startFrom")
+    checkpoint = resource["spec"]["checkpoint"]
+    if checkpoint.get("takeOver") == TakeOver.RESUME:
+        return "from the newest commit in its path (spec.checkpoint.takeOver)"
+    start = checkpoint.get("startFrom")
     return f"from {start} (spec.checkpoint.startFrom)" if start else "from nothing"
 
 

@@ -108,6 +108,9 @@ def _replan(context: Context, status: Status, current: Current) -> Status | None
     if current.spec_hash != spec_hash(context.spec):
         context.emit("SpecChanged", f"attempt {status.attempt} gets a new plan: {describe_edit(current, context.spec)}")
         return _forget_plan(status)
+    if start_from.is_outdated(context.spec, status, current):
+        context.emit("SpecChanged", f"attempt {status.attempt} gets a new plan: spec.checkpoint.takeOver was edited")
+        return _forget_plan(status)
     pods = [pod for pod in context.world.pods if pod.role == RESHARD and pod.attempt == status.attempt]
     lost = find_lost_nodes(context, status)
     lost_reshard_nodes = sorted({pod.node for pod in pods if pod.node in lost and not pod.terminal and pod.node})
@@ -284,10 +287,12 @@ def is_report_pending(pods: Collection[PodView]) -> bool:
 def _finish_reshard(
     context: Context, status: Status, current: Current, reshard: ReshardStatus, report: ReshardReport | None
 ) -> Status:
-    if current.resume.external and report is not None:
-        status, current = start_from.record_source(status, current, report)
-    resume = current.resume
     _record_outcome(context, report, "Succeeded")
+    if current.resume.external and report is not None:
+        if start_from.is_nothing(context.spec, report):
+            return start_from.begin_from_nothing(context, status, current, report)
+        status, current = start_from.record_source(context.spec, status, current, report)
+    resume = current.resume
     if report is not None:
         reshard = dataclasses.replace(
             reshard,
@@ -408,7 +413,11 @@ def _handle_reshard_failure(
     is_final = not failure.is_interruption and (reshard.failures > context.spec.reshard.backoff_limit or cannot_help)
     next_step = "giving up on it" if is_final else next_step
     context.emit("ReshardFailed", f"{job.name}: {name}: {message}; {next_step}", warning=True)
-    next_step = f"{next_step}; {start_from.format_advice(context.job.name)}" if is_final and external else next_step
+    next_step = (
+        f"{next_step}; {start_from.format_advice(context.spec, context.job.name)}"
+        if is_final and external
+        else next_step
+    )
     text = f"{message}; the source {source} is untouched; {next_step}"
     status = dataclasses.replace(
         status,

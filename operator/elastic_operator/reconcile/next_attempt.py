@@ -9,7 +9,7 @@ from elastic_operator.api.conditions import Type, set_condition
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.spec import Spec, Strategy, TopologyChoice, spec_hash
 from elastic_operator.api.status import Current, Phase, Plan, Progress, Rejected, Status, edit_last_recovery, short
-from elastic_operator.manifests.attempt import checkpoint_root, start_source
+from elastic_operator.manifests.attempt import checkpoint_root, start_field, start_source
 from elastic_operator.observed import commit_history
 from elastic_operator.observed.capacity import Capacity, NodeCapacity
 from elastic_operator.observed.placement.schedulability import is_schedulable
@@ -28,7 +28,7 @@ from elastic_operator.reconcile.context import (
     select_stuck_pods,
 )
 from elastic_operator.reconcile.failures import pinned_topology, placement_limits
-from reshard.contract import sentence
+from reshard.contract import TakeOver, sentence
 from reshard.topology import Topology
 
 MAX_REJECTED = 8
@@ -126,7 +126,8 @@ def _adopt(context: Context, status: Status, plan: Plan, topology: Topology, *, 
         topology=topology,
         root=checkpoint_root(context.spec),
         start=start_source(context.spec),
-        mark=context.job.uid[:8] if context.spec.checkpoint.take_over else "",
+        field=start_field(context.spec),
+        mark=context.job.uid[:8] if context.spec.checkpoint.take_over is not TakeOver.NEVER else "",
     )
     resume, why = reshard_mode.choose_start(context.spec, status, resume, topology)
     if why:

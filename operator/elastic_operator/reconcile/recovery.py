@@ -15,6 +15,7 @@ from elastic_operator.api.status import (
     edit_last_recovery,
     short,
 )
+from elastic_operator.manifests.attempt import start_field
 from elastic_operator.observed import commit_history
 from elastic_operator.observed.observation import PodView
 from elastic_operator.reconcile import goodput, reshard_mode
@@ -224,7 +225,7 @@ def refuse_commit(context: Context, status: Status, uri: str, reason: str) -> St
     """Mark a commit invalid, and report which commit the job falls back to."""
     checkpoint = commit_history.invalidate(status.checkpoint, uri, reason)
     fallback = commit_history.find_newest(checkpoint, below=status.attempt + 1)
-    start = "spec.checkpoint.startFrom" if context.spec.checkpoint.start_from else "nothing"
+    start = start_field(context.spec) or "nothing"
     consequence = (
         f"falling back to {fallback.uri}" if fallback else f"no other commit is left: training starts from {start}"
     )

@@ -1,4 +1,4 @@
-"""The first conversion of a job that starts from a foreign checkpoint (`spec.checkpoint.startFrom`). Pure.
+"""The first conversion of a job that starts from a checkpoint of others (`startFrom`, `takeOver: Resume`). Pure.
 
 The operator opens no checkpoint. The resharder's report says which checkpoint of a folder was converted, and its step.
 Without a report the Job is created again, and finds its work done.
@@ -8,15 +8,39 @@ from __future__ import annotations
 
 import dataclasses
 
+from elastic_operator.api.spec import Spec
 from elastic_operator.api.status import Current, Progress, StartedFrom, Status, short
-from reshard.contract import ExitCode, ReshardReport
+from elastic_operator.manifests.attempt import start_field, start_source
+from elastic_operator.observed import commit_history
+from elastic_operator.reconcile.context import Context
+from reshard.contract import ExitCode, ReshardReport, TakeOver
 
 NO_REPORT = "the reshard pod succeeded, but its report is lost; the next reshard pod writes it again"
 
 
-def record_source(status: Status, current: Current, report: ReshardReport) -> tuple[Status, Current]:
+def is_outdated(spec: Spec, status: Status, current: Current) -> bool:
+    """Return whether `spec.checkpoint.takeOver` was edited since the plan of an attempt without a commit of the job."""
+    if commit_history.find_newest(status.checkpoint, below=status.attempt) is not None:
+        return False
+    return (current.resume.source if current.resume.external else "") != start_source(spec)
+
+
+def is_nothing(spec: Spec, report: ReshardReport) -> bool:
+    """Return whether a conversion has found no commit in the folder that it was to take over."""
+    return spec.checkpoint.take_over is TakeOver.RESUME and not report.target
+
+
+def begin_from_nothing(context: Context, status: Status, current: Current, report: ReshardReport) -> Status:
+    """Let the attempt begin from nothing, because the folder that was taken over holds no commit."""
+    reason = f"{report.source} holds no commit: training starts from nothing"
+    context.emit("StartsFromNothing", f"attempt {status.attempt}: {reason}")
+    resume = dataclasses.replace(current.resume, uri="", ready=True, mode="", reason=reason)
+    return dataclasses.replace(status, current=dataclasses.replace(current, resume=resume))
+
+
+def record_source(spec: Spec, status: Status, current: Current, report: ReshardReport) -> tuple[Status, Current]:
     """Record which checkpoint the job started from, and count steps from there."""
-    description = f"step {report.step} of {report.source} (spec.checkpoint.startFrom)"
+    description = f"step {report.step} of {report.source} ({start_field(spec)})"
     resume = dataclasses.replace(
         current.resume,
         step=report.step,
@@ -36,7 +60,10 @@ def is_final(code: int | None) -> bool:
     return code == ExitCode.SOURCE_INVALID
 
 
-def format_advice(job: str) -> str:
+def format_advice(spec: Spec, job: str) -> str:
     """Return what a person can do after the last try."""
-    fields = "spec.checkpoint.startFrom, startOptions or allowedGlobals"
-    return f"correct {fields}, or the checkpoint, then: kubectl etj retry {job}"
+    if spec.checkpoint.take_over is TakeOver.RESUME:
+        what = "mend the commits in spec.checkpoint.path, or set takeOver: Begin to begin from nothing"
+    else:
+        what = "correct spec.checkpoint.startFrom, startOptions or allowedGlobals, or the checkpoint"
+    return f"{what}, then: kubectl etj retry {job}"

@@ -18,7 +18,7 @@ import numpy as np
 
 from reshard import api
 from reshard.cli import arguments, render
-from reshard.cli.job_env import claim_checkpoint_root
+from reshard.cli.job_env import claim_checkpoint_root, report_nothing, take_over
 from reshard.cli.locate import check_source, check_target, find_newest, find_training_states, refuse_weights_beside
 from reshard.cli.output import check_report, write_log, write_report
 from reshard.cli.progress import ProgressLine
@@ -160,13 +160,15 @@ def _rates(options: argparse.Namespace, plan: Plan, target: Path | None, refusal
 
 def _run(options: argparse.Namespace) -> Result:
     target = arguments.parse_target(options.target)
+    options.source, left_out = take_over(options.source, target)
+    if not options.source:
+        return Result(*report_nothing(options.report))
     conversion = _conversion(options, target, is_run=True)
     check_target(conversion.source, target)
     check_report(options.report, conversion.source, target)
     check_report(options.profile_svg, conversion.source, target, option="--profile-svg")
     with target_errors(target, 0):
         conversion = dataclasses.replace(conversion, owner=claim_checkpoint_root(conversion.source, target))
-    left_out: list[str] = []
 
     def on_plan(plan: Plan) -> None:
         _tell_plan_notes(options, plan, choice)

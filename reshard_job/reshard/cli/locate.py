@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.commits.commit import read_commit
 from reshard.commits.latest import read_names
+from reshard.commits.root_owner import read_owner
 from reshard.commits.staging import is_unfinished, unfinished_folder
+from reshard.commits.takeover import find_job_commits
 from reshard.contract import COMMIT_FILE
-from reshard.errors import NotACheckpointError, ReshardError, SourceError, TargetError, UsageError
+from reshard.errors import NotACheckpointError, NotOwnerError, ReshardError, SourceError, TargetError, UsageError
 from reshard.folders import find_inner, find_training_folder, is_checkpoint
 from reshard.formats import FORMATS, WEIGHT_FORMATS, format_of, known_formats, recognise
 
 _MOST_TAGS = 20
-_ATTEMPT = re.compile(r"^a(\d+)$", re.ASCII)
 _RESUME = "the command that made it, with --resume, goes on with what is done, and without it begins again"
 _MOST_NAME_BYTES = 255  # of Linux' file systems
 _MOST_PATH_BYTES = 3800  # PATH_MAX is 4096; the files of the result have names too
@@ -165,13 +165,21 @@ def find_newest(path: Path) -> Path:
 
 
 def _commits(path: Path) -> Iterator[tuple[int, int, Path]]:
-    """Yield (step, attempt, folder) of every commit in the folder of a job."""
-    for attempt in path.iterdir():
-        if (match := _ATTEMPT.match(attempt.name)) is None or not attempt.is_dir():
-            continue
-        for folder in attempt.iterdir():
-            with contextlib.suppress(SourceError):  # a checkpoint without a marker does not count
-                yield read_commit(folder).step, int(match[1]), folder
+    """Yield (step, attempt, folder) of every commit in the folder of a job.
+
+    Of a folder that has had several owners only the commits of the present one count, if there are any: a former owner
+    may have trained longer, or publish late.
+    """
+    commits: list[tuple[str, tuple[int, int, Path]]] = []
+    for attempt, folder in find_job_commits(path):
+        with contextlib.suppress(SourceError):  # a damaged marker does not count
+            commit = read_commit(folder)
+            commits.append((commit.owner, (commit.step, attempt, folder)))
+    owner = None
+    with contextlib.suppress(NotOwnerError):
+        owner = read_owner(path)
+    own = [item for writer, item in commits if owner is not None and owner.previous and writer == owner.uid]
+    yield from own or (item for _, item in commits)
 
 
 def _natural(name: str) -> tuple[int, str]:

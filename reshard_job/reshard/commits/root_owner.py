@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import errno
 import json
-import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from reshard.contract import COMMIT_FILE, OWNER_FILE
 from reshard.errors import NotOwnerError
-from reshard.storage.durable import make_folder, replace_file, sync_folder
+from reshard.storage.durable import create_file, make_folder, read_file, replace_file
 
 _VERSION = 1
 _MAX_BYTES = 64 << 10
@@ -28,12 +25,11 @@ _MAX_PREVIOUS = 64
 _UNKNOWN = "unknown"
 _OF_ANOTHER = (
     "delete this job and create it with another spec.checkpoint.path, and with startFrom to go on from a checkpoint"
-    " here; or set spec.checkpoint.takeOver: true and retry, to begin beside the other job's commits,"
-    " which stay as they are"
+    " here; or set spec.checkpoint.takeOver and retry: Resume goes on from the newest commit here, Begin begins from"
+    " nothing; both write beside the other job's commits, which stay as they are"
 )
 _OF_FORMER = "it cannot be taken back: delete this job and create it with another spec.checkpoint.path"
 _WITHOUT_JOB = "choose another ETJ_CHECKPOINT_ROOT"
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +57,8 @@ def read_owner(root: Path) -> Owner | None:
     """
     path = root / OWNER_FILE
     try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
-            raise ValueError(f"expected a regular file of at most {_MAX_BYTES} bytes")
-        return _parse(json.loads(path.read_bytes()))
-    except FileNotFoundError:
-        return None
+        content = read_file(path, _MAX_BYTES)
+        return None if content is None else _parse(json.loads(content))
     except (OSError, ValueError, RecursionError) as error:
         raise NotOwnerError(
             f"cannot be read: {error!s:.200}",
@@ -125,24 +117,7 @@ def _refusal(root: Path, owner: Owner | None, who: str, hint: str) -> NotOwnerEr
 
 def _create(path: Path, owner: Owner) -> bool:
     """Create OWNER.json with its whole content; return False if it exists."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
-    try:
-        with open(draft, "xb") as stream:
-            stream.write(_content(owner))
-            stream.flush()
-            os.fsync(stream.fileno())
-        try:
-            os.link(draft, path)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            draft.rename(path)  # no hard links here: every writer checks the claim again and finds the last one
-    except FileExistsError:
-        return False
-    finally:
-        draft.unlink(missing_ok=True)
-    sync_folder(path.parent)
-    return True
+    return create_file(path, _content(owner))
 
 
 def _content(owner: Owner) -> bytes:

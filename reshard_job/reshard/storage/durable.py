@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import zlib
 from pathlib import Path
 from typing import NoReturn
 
 _BLOCK_BYTES = 4 << 20
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -29,6 +32,48 @@ def replace_file(path: Path, content: bytes) -> None:
             draft.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def create_file(path: Path, content: bytes) -> bool:
+    """Create a small file with its whole content; return False if it exists, which leaves it as it is.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        with open(draft, "xb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        try:
+            os.link(draft, path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            draft.rename(path)  # no hard links here: of two writers the last one wins, so each has to read the file
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    return True
+
+
+def read_file(path: Path, max_bytes: int) -> bytes | None:
+    """Read a small regular file; return None if there is none.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no regular file, or a longer one.
+    """
+    try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
+            raise ValueError(f"expected a regular file of at most {max_bytes} bytes")
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
 
 
 def sync_folder(folder: str | Path) -> None:

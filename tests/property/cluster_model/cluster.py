@@ -114,6 +114,7 @@ class Cluster:
         stuck: UIDs of pods whose processes cannot be killed.
         exits: exit code and message of ended processes that their kubelet has not reported, by UID of the pod.
         pending_ends: the same of processes that wait for their device and so cannot exit yet.
+        taken: commit of a predecessor that the job goes on from, empty for none; None as long as it has not looked.
         root_owner: UID of the job that owns the checkpoint folder, empty for none.
         newest_started: newest attempt of the job that has left its marker on storage.
         quota: number of nodes that Kueue may give; None without Kueue.
@@ -154,6 +155,7 @@ class Cluster:
         self.damaged: set[str] = set()
         self.external = ""
         self.root_owner = ""
+        self.taken: str | None = None
         self.newest_started = 0
         self.quota: int | None = None
         self.launched: list[int] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic_operator.api.status import Phase, Status
 from elastic_operator.observed.observation import attempt_of
-from reshard.contract import Env
+from reshard.contract import Env, TakeOver
 from tests.property.cluster_model import kueue
 from tests.property.cluster_model.cluster import UID, Cluster, owner_of, role_of
 from tests.property.cluster_model.control_plane import is_making_pods
@@ -88,7 +88,7 @@ def find_references(cluster: Cluster) -> set[str]:
     if resume.get("uri"):
         found.add(resume["uri"] if resume.get("ready") or current.get("launchTime") else resume["source"])
     if resume.get("external") and not resume.get("ready"):
-        found.discard(resume["source"])  # a folder of others, in which `reshard` looks for a commit
+        found.discard(resume["source"])  # a folder in which `reshard` looks for a commit
     for process in cluster.processes.values():
         is_restoring = process.role == "worker" and process.index == 0 and process.step is None
         if is_restoring and process.owner == UID and _has_lease(cluster, process.job, process.lease_uid):
@@ -96,7 +96,7 @@ def find_references(cluster: Cluster) -> set[str]:
     for job in cluster.jobs():
         if role_of(job) == "reshard" and not job["status"].get("conditions"):
             found.add(job["spec"]["template"]["spec"]["containers"][0]["args"][1])
-    return found - {""}
+    return found - {"", "/checkpoint/gpt"}
 
 
 def check_launch(cluster: Cluster, job: dict[str, Any]) -> None:
@@ -116,6 +116,8 @@ def check_launch(cluster: Cluster, job: dict[str, Any]) -> None:
     env = {item["name"]: item.get("value", "") for item in job["spec"]["template"]["spec"]["containers"][0]["env"]}
     resume = env[Env.RESUME]
     assert resume or not cluster.external, "a job that starts from a checkpoint never begins from nothing"
+    if cluster.spec["checkpoint"]["takeOver"] == TakeOver.RESUME:
+        assert resume or cluster.taken == "", "a job that takes a folder with commits over never begins from nothing"
     if resume:
         assert resume != cluster.external, "others' files are copied before they are used"
         assert resume in cluster.commits, "an attempt resumes from a commit that exists"

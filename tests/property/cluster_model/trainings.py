@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from elastic_operator.api.serialization import format_time
-from reshard.contract import CommitRef, Env, ExitCode, LeaseKey, Request, ReshardReport, TrainerPhase
+from reshard.contract import CommitRef, Env, ExitCode, LeaseKey, Request, ReshardReport, TakeOver, TrainerPhase
 from tests.property.cluster_model.cluster import UID, Cluster, Commit, Process, container_of, owner_of
 
 SAVE_EVERY = 3
@@ -91,7 +91,7 @@ def _flush(cluster: Cluster, rank_0: Process, is_answered: bool) -> None:
 
 def _restore(cluster: Cluster, rank_0: Process) -> None:
     """Claim the folder and load the commit to resume from, or exit."""
-    may_take = rank_0.env.get(Env.TAKE_OVER) == "true" and rank_0.owner == UID
+    may_take = rank_0.env.get(Env.TAKE_OVER) == TakeOver.BEGIN and rank_0.owner == UID
     if cluster.root_owner not in ("", rank_0.owner) and not may_take:
         rank_0.report[LeaseKey.OWNER_ERROR] = "the folder belongs to another job"
         _exit_all(cluster, rank_0, EXIT_REFUSED)
@@ -141,7 +141,7 @@ def _make_step(cluster: Cluster, rank_0: Process) -> None:
 
 def _free_name(cluster: Cluster, rank_0: Process) -> str:
     folder = f"{rank_0.env[Env.CHECKPOINT_ROOT]}/a{rank_0.attempt}/step-{rank_0.step:08d}"
-    if rank_0.env.get(Env.TAKE_OVER) == "true":
+    if rank_0.env.get(Env.TAKE_OVER, TakeOver.NEVER) != TakeOver.NEVER:
         folder = f"{folder}-{rank_0.owner[:8]}"
     number, name = 1, folder
     while name in cluster.commits:
@@ -213,7 +213,14 @@ def _convert(cluster: Cluster, process: Process) -> None:
     if cluster.now - process.start_time < CONVERSION_SECONDS:
         return
     source, target = container_of(pod)["args"][1:3]
-    if cluster.root_owner not in ("", UID) and not cluster.spec["checkpoint"].get("takeOver"):
+    take_over = cluster.spec["checkpoint"]["takeOver"]
+    if take_over == TakeOver.RESUME and source == "/checkpoint/gpt":
+        source = _take_over(cluster)
+        if not source:
+            nothing = ReshardReport(ok=True, exit_code=0, message="no commit", source="/checkpoint/gpt")
+            _report(cluster, process, nothing)
+            return
+    if cluster.root_owner not in ("", UID) and take_over != TakeOver.BEGIN:
         _report(cluster, process, ReshardReport(ok=False, exit_code=ExitCode.NOT_OWNER, message="not the owner"))
         return
     assert source in cluster.commits, f"a reshard Job reads a commit that exists: {source}"
@@ -227,6 +234,16 @@ def _convert(cluster: Cluster, process: Process) -> None:
     cluster.effects["a commit is converted"] += 1
     report = ReshardReport(ok=True, exit_code=0, message="done", source=source, target=target, step=step, verified=True)
     _report(cluster, process, report)
+
+
+def _take_over(cluster: Cluster) -> str:
+    """Take the folder over as `reshard` does; return the commit that is chosen once, empty if there is none."""
+    cluster.root_owner = UID
+    if cluster.taken is None:
+        others = [uri for uri, commit in cluster.commits.items() if commit.owner != UID and "/gpt/" in uri]
+        cluster.taken = max(others, key=lambda uri: cluster.commits[uri].step, default="")
+        cluster.effects["a job goes on from the commit of its predecessor"] += bool(cluster.taken)
+    return cluster.taken
 
 
 def _parse_topology(text: str) -> dict[str, int]:

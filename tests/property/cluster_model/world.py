@@ -51,7 +51,7 @@ class Setup:
         quota: number of nodes that Kueue may give; None for a job that is in no queue.
         fatal_code: exit code that fails the job by its podFailurePolicy; None for no policy.
         predecessor: folder of an earlier job of the same name that still runs, empty for none.
-        takes_over: the job may use the folder of its predecessor.
+        take_over: spec.checkpoint.takeOver.
         format: format of its checkpoints.
         mode: spec.reshard.mode.
         num_bytes: size of each of its commits; 0 if it is not known.
@@ -68,7 +68,7 @@ class Setup:
     quota: int | None = None
     fatal_code: int | None = None
     predecessor: str = ""
-    takes_over: bool = False
+    take_over: str = "Never"
     format: str = "DeepSpeed"
     mode: str = "Auto"
     num_bytes: int = 0
@@ -88,7 +88,7 @@ class World(Cluster):
         setup = setup or Setup(external=external)
         self.steps = setup.steps
         self.spec["nodes"]["max"] = setup.max_nodes
-        self.spec["checkpoint"] |= {"startFrom": setup.external, "takeOver": setup.takes_over, "format": setup.format}
+        self.spec["checkpoint"] |= {"startFrom": setup.external, "takeOver": setup.take_over, "format": setup.format}
         self.commit_bytes = setup.num_bytes
         self.sidecar = setup.sidecar
         if setup.format == "DCP":

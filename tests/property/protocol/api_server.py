@@ -29,7 +29,7 @@ from elastic_operator.observed.observation import (
 from elastic_operator.observed.ownership import select_own
 from elastic_operator.reconcile.actions import Action
 from reshard.contract import Label
-from tests.property.protocol.trainer import Annotations
+from tests.property.protocol.trainer import FORMER, Annotations
 
 NOW = 1_800_000_000.0
 LONG_AGO = NOW - 100_000.0
@@ -145,7 +145,7 @@ class ApiServer:
             stale: attempts whose heartbeat has been missing for longer than its grace.
             starts: where other jobs will start.
         """
-        leases = [self._lease_view(attempt, notes, stale) for attempt, notes in objects.leases]
+        leases = [self._lease_view(attempt, notes, stale) for attempt, notes in objects.leases if attempt != FORMER]
         world = Observation(
             nodes={name: self._node_view(name, name in lost) for name in self.gpus},
             pods=tuple(self.pod_view(pod) for pod in objects.pods),

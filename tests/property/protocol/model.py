@@ -6,6 +6,7 @@ of a trainer. Decisions are the real `decide`, actions the real `ClusterWriter`,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -14,22 +15,27 @@ from typing import Any, NamedTuple
 from elastic_operator.api.claim_path import Start
 from elastic_operator.api.serialization import to_wire
 from elastic_operator.api.spec import parse_spec
-from elastic_operator.api.status import Phase, Status
+from elastic_operator.api.status import Current, Phase, Status
 from elastic_operator.api.status_reader import read_status
-from elastic_operator.manifests.attempt import JobRef
+from elastic_operator.manifests.attempt import JobRef, training_job
 from elastic_operator.observed.observation import RESHARD, WORKER
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Action
 from elastic_operator.reconcile.decide import UNSETTLED, decide
 from reshard.commits import commit as commit_file
-from reshard.contract import COMMIT_FILE, ExitCode, ReshardReport
+from reshard.commits import root_owner, takeover
+from reshard.contract import COMMIT_FILE, OWNER_FILE, Env, ExitCode, ReshardReport, TakeOver
+from reshard.errors import NotOwnerError
 from reshard.topology import Topology
 from tests.property.protocol.api_server import GPU, NOW, ApiServer, Job, Objects, Pod
 from tests.property.protocol.search import Step
 from tests.property.protocol.storage import CheckpointRoot
-from tests.property.protocol.trainer import Lease, Process, Trainers
+from tests.property.protocol.trainer import FORMER, Lease, Process, Trainers
 
 UID = "0b6c1f0e-1111-4222-8333-444455556666"
+FORMER_UID, RIVAL_UID = "f0f0f0f0-1111", "c0c0c0c0-1111"
+MARK = f"-{UID[:8]}"
+"""End of the names of commits of a job that has taken the root over."""
 CLAIM, PATH = "ckpt", "gpt"
 
 
@@ -69,14 +75,16 @@ class Scenario:
         gpus: accelerators of each node; with different ones the next attempt needs a conversion.
         faults: number of faults that may happen.
         kinds: faults that may happen: `die`, `lose`, `cut`, `suspect`, `lost-answer`, `blind`, `reader`, `drain`,
-            `refuse`; with `return`, lost nodes come back.
+            `refuse`; with `return`, lost nodes come back; `rival`: a third job takes the root over.
         num_saves: saves of each attempt.
+        takes_over: the root belongs to a job that has a commit there and still runs; this job has takeOver: Resume.
     """
 
     gpus: dict[str, int]
     faults: int
     kinds: frozenset[str]
     num_saves: int = 2
+    takes_over: bool = False
 
 
 class Table:
@@ -99,7 +107,7 @@ class System:
     def __init__(self, root: CheckpointRoot, scenario: Scenario) -> None:
         self.scenario = scenario
         self.root = root
-        self.trainers = Trainers(root, scenario.num_saves)
+        self.trainers = Trainers(root, scenario.num_saves, has_rivals=scenario.takes_over)
         self._job = JobRef(name="gpt", namespace="ns", uid=UID, generation=1)
         self.server = ApiServer(self._job, scenario.gpus)
         self._spec = parse_spec(make_spec(str(root.folder.parent), scenario))
@@ -115,7 +123,28 @@ class System:
 
     @property
     def start(self) -> State:
-        return State(faults=self.scenario.faults)
+        first = State(faults=self.scenario.faults)
+        return self._add_former(first) if self.scenario.takes_over else first
+
+    def _add_former(self, state: State) -> State:
+        """Let a former owner make one commit; it goes on from there, and its Lease answers."""
+        job = dataclasses.replace(self._job, uid=FORMER_UID)
+        current = Current(topology=Topology(), num_nodes=1, gpus_per_node=1)
+        container = training_job(job, self._spec, 1, current, 5.0)["spec"]["template"]["spec"]["containers"][0]
+        environment = {item["name"]: item.get("value", "") for item in container["env"]}
+        environment[Env.TAKE_OVER] = TakeOver.NEVER.value
+        process = Process(FORMER, self.trainers.add_environment(environment))
+        storage, lease = state.storage, Lease(())
+        for call in ("start", "restore", "save"):
+            is_over = False
+            while not is_over:
+                outcome = self.trainers.advance(process, call, storage, lease)
+                process, storage, lease = outcome.process, outcome.storage, Lease(outcome.annotations)
+                is_over = not process.call
+        assert len(self.root.commits(storage)) == 1
+        objects = Objects(leases=((FORMER, lease.annotations or ()),), rights=(FORMER,))
+        after = self._with_objects(state, objects)._replace(storage=storage)
+        return after._replace(processes=self._processes.number((process,)))
 
     def status(self, state: State) -> Status:
         """Return the stored status as the operator reads it."""
@@ -233,7 +262,7 @@ class System:
                 after = self._with_objects(state, objects._replace(jobs=jobs))
                 yield Step(f"the Job controller marks the Job of attempt {job.attempt} as failed", after)
             if job.role == RESHARD and not (job.is_complete or job.is_failed):
-                yield self._convert(state, job)
+                yield self._take_over(state, job) or self._convert(state, job)
                 if "refuse" in self.scenario.kinds and state.faults:
                     yield self._refuse_conversion(state, job)
         for pod in objects.pods:
@@ -260,10 +289,31 @@ class System:
                 after._replace(processes=self._processes.number(processes)),
             )
 
+    def _take_over(self, state: State, job: Job) -> Step | None:
+        """Let a reshard pod claim the root, then choose, as `reshard` does; None if it has nothing to do before."""
+        if self.server.container(job)["args"][1] != str(self.root.folder):
+            return None
+        owner, choice = (self.root.document(state.storage, name) for name in (OWNER_FILE, f"TAKEOVER-{UID}.json"))
+        if owner.get("uid") == UID and choice:
+            return None
+        who = f"the reshard pod of attempt {job.attempt}"
+        self.root.mount(state.storage)
+        try:
+            if owner.get("uid") == UID:
+                takeover.take_root_over(self.root.folder, uid=UID, job="ns/gpt")
+                return Step(f"{who} chooses the commit to go on from", state._replace(storage=self.root.read()))
+            root_owner.claim_root(self.root.folder, uid=UID, job="ns/gpt", take_over=True)
+            return Step(f"{who} claims the root", state._replace(storage=self.root.read()))
+        except NotOwnerError as error:
+            report = ReshardReport(ok=False, exit_code=ExitCode.NOT_OWNER, message=str(error))
+            return Step(f"{who} finds another owner", self._end_conversion(state, job, report))
+
     def _convert(self, state: State, job: Job) -> Step:
         """Convert a commit, as a reshard pod does."""
         container = self.server.container(job)
         _, source, target, *_ = container["args"]
+        if source == str(self.root.folder):
+            source = f"{source}/{self.root.document(state.storage, f'TAKEOVER-{UID}.json')['commit']}"
         topology = Topology.parse(container["args"][container["args"].index("--to") + 1])
         key = ("convert", state.storage, source, target)
         if key not in self._cache:
@@ -274,7 +324,7 @@ class System:
             message="done",
             source=source,
             target=target,
-            step=commit_step(source),
+            step=self.root.step(state.storage, source),
             verified=True,
         )
         after = self._end_conversion(state, job, report)._replace(storage=self._cache[key])
@@ -302,7 +352,13 @@ class System:
             return storage
         folder.mkdir(parents=True)
         commit = dataclasses.replace(
-            old, topology=topology, attempt=int(folder.parent.name[1:]), writer="reshard", source=source, files=[]
+            old,
+            topology=topology,
+            attempt=int(folder.parent.name[1:]),
+            writer="reshard",
+            source=source,
+            files=[],
+            owner=UID,
         )
         commit_file.write_commit(folder, commit)
         return self.root.read()
@@ -392,6 +448,13 @@ class System:
             yield Step(f"attempt {attempt} reaches the API server again", state._replace(cut=state.cut - {attempt}))
         if state.reader:
             yield Step("the other job has started", state._replace(reader=""))
+        objects = self.objects(state)
+        if objects.lease(FORMER) is not None:
+            without = objects._replace(
+                leases=tuple(item for item in objects.leases if item[0] != FORMER),
+                rights=tuple(attempt for attempt in objects.rights if attempt != FORMER),
+            )
+            yield Step("the former job is deleted; its processes go on", self._with_objects(state, without))
         if "return" in self.scenario.kinds:
             for node in sorted(state.lost):
                 yield Step(f"{node} reports again", self._return_node(state, node))
@@ -422,6 +485,12 @@ class System:
                 if attempt not in state.cut:
                     name = f"attempt {attempt} loses the API server"
                     yield Step(name, less._replace(cut=state.cut | {attempt}), is_fault=True)
+        if "rival" in kinds and self.root.document(state.storage, OWNER_FILE).get("uid") != RIVAL_UID:
+            self.root.mount(state.storage)
+            with contextlib.suppress(NotOwnerError):
+                takeover.take_root_over(self.root.folder, uid=RIVAL_UID, job="ns/rival")
+                after = less._replace(storage=self.root.read())
+                yield Step("a third job takes the root over", after, is_fault=True)
         newest = self.status(state).checkpoint.uri
         if "reader" in kinds and not state.reader and newest:
             yield Step(f"another job is created that starts from {newest}", less._replace(reader=newest), is_fault=True)
@@ -436,7 +505,12 @@ def make_spec(mount: str, scenario: Scenario) -> dict[str, Any]:
         "nodes": {"min": 1, "max": 1},
         "parallelism": {"tensor": [1], "pipeline": [1]},
         "batch": {"globalSamples": 4, "microSamples": 1},
-        "checkpoint": {"claimName": CLAIM, "path": PATH, "intervalSeconds": 60},
+        "checkpoint": {
+            "claimName": CLAIM,
+            "path": PATH,
+            "intervalSeconds": 60,
+            "takeOver": "Resume" if scenario.takes_over else "Never",
+        },
         "recovery": {"restartBudget": {"limit": 100, "windowSeconds": 3600}},
         "template": {
             "spec": {
@@ -447,11 +521,6 @@ def make_spec(mount: str, scenario: Scenario) -> dict[str, Any]:
             }
         },
     }
-
-
-def commit_step(uri: str) -> int:
-    """Return the step in the name of a commit's folder."""
-    return int(uri.rpartition("/step-")[2].partition(".")[0])
 
 
 def describe_action(action: Action) -> str:

@@ -6,10 +6,11 @@ from typing import Any
 
 from elastic_operator.api.status import Status
 from elastic_operator.observed.observation import WORKER
-from reshard.contract import Env, LeaseKey, TrainerExit
+from reshard.contract import OWNER_FILE, Env, LeaseKey, TrainerExit
 from tests.property.protocol.api_server import Job
-from tests.property.protocol.model import State, System, commit_step
+from tests.property.protocol.model import MARK, RIVAL_UID, UID, State, System
 from tests.property.protocol.search import Step, ViolationError
+from tests.property.protocol.trainer import FORMER
 
 
 class Rules:
@@ -38,6 +39,8 @@ class Rules:
             self._check_exits(before, after)
         if after.storage != before.storage:
             self._check_publication(before, after)
+        if self._system.scenario.takes_over:
+            self._check_take_over(before, after)
 
     def _check_references(self, state: State) -> None:
         """Every commit that anything refers to is there."""
@@ -51,7 +54,7 @@ class Rules:
         status, commits = self._system.status(state), self._system.root.commits(state.storage)
         references = {item.uri: "status.checkpoint" for item in status.checkpoint.history if not item.invalid}
         current = status.current
-        if current is not None and current.resume.uri:
+        if current is not None and current.resume.uri and (current.resume.ready or not current.resume.external):
             references[current.resume.uri if current.resume.ready else current.resume.source] = "the planned attempt"
         for process in self._system.processes(state):
             if status.launched and process.attempt == status.attempt and not process.memory.is_restored:
@@ -104,7 +107,7 @@ class Rules:
         container = self._system.server.container(job)
         resume = next(item["value"] for item in container["env"] if item["name"] == Env.RESUME)
         newest = status.checkpoint.step
-        if (commit_step(resume) if resume else 0) != newest:
+        if (self._system.root.step(state.storage, resume) if resume else 0) != newest:
             raise ViolationError(
                 f"attempt {job.attempt} resumes from {resume or 'nothing'}, the newest step is {newest}"
             )
@@ -115,7 +118,7 @@ class Rules:
         for process in self._system.processes(after):
             if process.exit_code is None or old.get(process.attempt, process.exit_code) is not None:
                 continue
-            is_current = status.launched and process.attempt == status.attempt
+            is_current = status.launched and process.attempt == status.attempt and not self._has_rival(after)
             if is_current and process.exit_code in (TrainerExit.RESUME_INVALID, TrainerExit.NOT_OWNER):
                 raise ViolationError(f"attempt {process.attempt} is current, and exits with code {process.exit_code}")
 
@@ -123,17 +126,53 @@ class Rules:
         """A trainer publishes a save only after its Lease has answered in the same call."""
         new = self._system.root.commits(after.storage) - self._system.root.commits(before.storage)
         for process in self._system.processes(before):
-            is_publishing = any(f"/a{process.attempt}/" in uri for uri in new)
+            is_publishing = any(self._is_by(process.attempt, uri) for uri in new)
             if is_publishing and not self._system.trainers.has_answer(process):
                 raise ViolationError(f"attempt {process.attempt} publishes a commit, and its Lease has not answered")
+            if is_publishing and self._system.scenario.takes_over and not self._system.trainers.has_claim(process):
+                raise ViolationError(f"attempt {process.attempt} publishes a commit, and has not checked the owner")
+
+    def _is_by(self, attempt: int, uri: str) -> bool:
+        """Return whether a commit is one of an attempt, or with FORMER of the former owner."""
+        is_former = self._system.scenario.takes_over and not uri.endswith(MARK)
+        return is_former if attempt == FORMER else not is_former and f"/a{attempt}/" in uri
+
+    def _has_rival(self, state: State) -> bool:
+        return self._system.root.document(state.storage, OWNER_FILE).get("uid") == RIVAL_UID
+
+    def _check_take_over(self, before: State, after: State) -> None:
+        """Nothing of the former owner is lost or recorded, and the job goes on from its newest commit."""
+        root, name = self._system.root, f"TAKEOVER-{UID}.json"
+        old, new = (sorted(filter(self._is_former, root.commits(item.storage))) for item in (before, after))
+        if not set(old) <= set(new):
+            raise ViolationError(f"a commit of the former owner is gone: {set(old) - set(new)}")
+        if root.document(after.storage, name) and not root.document(before.storage, name):
+            newest = max(old, key=lambda uri: root.step(before.storage, uri)).removeprefix(f"{root.folder}/")
+            chosen = root.document(after.storage, name)["commit"]
+            if chosen != newest:
+                raise ViolationError(f"the job goes on from {chosen or 'nothing'}, the newest commit is {newest}")
+        choice = root.document(after.storage, name).get("commit")
+        status, launched = self._system.status(after), self._system.objects(after).jobs
+        if foreign := [item.uri for item in status.checkpoint.history if self._is_former(item.uri)]:
+            raise ViolationError(f"the status names commits of the former owner: {foreign}")
+        if any(job.role == WORKER for job in launched):
+            least = root.step(after.storage, f"{root.folder}/{choice}") if choice else 1
+            if status.checkpoint.step < least:
+                raise ViolationError(f"an attempt is launched, and the job has lost the commit {choice}")
+
+    def _is_former(self, uri: str) -> bool:
+        return self._is_by(FORMER, uri)
 
     def is_good(self, state: Any) -> bool:
         """Return whether the current attempt trains, and its newest commit is acknowledged in the status."""
         status = self._system.status(state)
+        if self._has_rival(state) and status.reason == "CheckpointNotOwned":
+            return True
         if state.work or status.current is None or state.cut or state.drain != status.drain_request:
             return False
         process = next((item for item in self._system.processes(state) if item.attempt == status.attempt), None)
         if process is None or process.exit_code is not None or process.call:
             return False
-        newest = f"{self._system.root.folder}/a{status.attempt}/step-{process.memory.step:08d}"
+        mark = MARK if self._system.scenario.takes_over else ""
+        newest = f"{self._system.root.folder}/a{status.attempt}/step-{process.memory.step:08d}{mark}"
         return process.memory.num_saves >= self._system.scenario.num_saves and status.checkpoint.uri == newest

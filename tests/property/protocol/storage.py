@@ -6,9 +6,11 @@ afterwards `read` returns the number of what the code has left there.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from reshard.contract import COMMIT_FILE
 
@@ -68,6 +70,16 @@ class CheckpointRoot:
     def _find_commits(self, number: int) -> frozenset[str]:
         names = (name.rpartition("/") for name in self._contents[number])
         return frozenset(str(self.folder / folder) for folder, _, name in names if name == COMMIT_FILE)
+
+    def step(self, number: int, uri: str) -> int:
+        """Return the step of a published commit."""
+        name = f"{Path(uri).relative_to(self.folder).as_posix()}/{COMMIT_FILE}"
+        return int(json.loads(self._contents[number][name] or b"")["step"])
+
+    def document(self, number: int, name: str) -> dict[str, Any]:
+        """Return a JSON file in the root; empty if it is not there."""
+        found: dict[str, Any] = json.loads(self._contents[number].get(name) or b"{}")
+        return found
 
     def has_newer_marker(self, number: int, attempt: int) -> bool:
         """Return whether a later attempt has announced itself."""

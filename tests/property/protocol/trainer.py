@@ -24,11 +24,15 @@ from elastic_trainer.heartbeat import Heartbeat
 from elastic_trainer.session import Session
 from elastic_trainer.settings import from_env
 from reshard.commits import root_owner
+from reshard.commits.root_owner import Owner
 from reshard.contract import Env, LeaseKey, Request, VirtualLoader
 from reshard.errors import ReshardError
 from tests.property.protocol.storage import CheckpointRoot
 
 Annotations = tuple[tuple[str, str], ...]
+
+FORMER = 99
+"""Number of the process of a former owner of the root, whose own attempt number is 1."""
 
 KEEP = 1
 """Number of newest commits that rank 0 never removes; the smallest, so that few commits suffice to see a removal."""
@@ -157,8 +161,9 @@ class _Clock:
 class Trainers:
     """Runs processes one access at a time. Use as a context manager: it replaces functions of the trainer's modules."""
 
-    def __init__(self, root: CheckpointRoot, num_saves: int) -> None:
+    def __init__(self, root: CheckpointRoot, num_saves: int, *, has_rivals: bool = False) -> None:
         self.root = root
+        self._has_rivals = has_rivals
         self.num_saves = num_saves
         self.environments: list[Mapping[str, str]] = []
         self._results: list[Any] = []
@@ -187,6 +192,12 @@ class Trainers:
         results = (self._results[number] for number in process.results)
         return any(is_good and isinstance(value, dict) for is_good, value in results)
 
+    def has_claim(self, process: Process) -> bool:
+        """Return whether the process has found itself the owner of the root in the call that it is in."""
+        uid = self.environments[process.environment][Env.JOB_UID]
+        results = (self._results[number] for number in process.results)
+        return any(is_good and isinstance(value, Owner) and value.uid == uid for is_good, value in results)
+
     def calls(self, process: Process) -> tuple[str, ...]:
         """Return the calls that a process may make next."""
         memory = process.memory
@@ -200,7 +211,8 @@ class Trainers:
             return ("restore",)
         if memory.draining:
             return ("finish",)
-        may_save = memory.num_saves < self.num_saves or memory.request == Request.DRAIN
+        most = self.num_saves + (process.attempt == FORMER)  # one before the search begins
+        may_save = memory.num_saves < most or memory.request == Request.DRAIN
         return ("beat", "save") if may_save else ("beat",)
 
     def advance(
@@ -377,10 +389,12 @@ class Trainers:
             patch.setattr(module, "time", types.SimpleNamespace())
         loader = VirtualLoader(manifests=(1,), memory_bytes=0)
         patch.setattr(virtual, "describe_loader", lambda scratch: loader)
-        private = ("claim_root", "make_folder", "sync_folders", "sync_folder", "write_commit")
+        private = ("make_folder", "sync_folders", "sync_folder", "write_commit")
         for name in private:
             self._hook(patch, publisher, name, name, private=True)
-        self._hook(patch, publisher.Publisher, "free_number", "chooses a folder", private=True)
+        alone = not self._has_rivals
+        self._hook(patch, publisher, "claim_root", "checks the owner", private=alone)
+        self._hook(patch, publisher.Publisher, "free_number", "chooses a folder", private=alone)
         self._hook(patch, Session, "_describe", "computes checksums", private=True)
         self._hook(patch, Session, "_check", "checks the commit to resume from")
         self._hook(patch, publisher, "confirm_commit", "publishes the commit")

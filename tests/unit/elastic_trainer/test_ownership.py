@@ -304,7 +304,7 @@ def test_a_job_that_takes_a_root_over_begins_beside_the_old_commits_and_removes_
     old.start()
     kept = [save(old, step) for step in (1, 2, 7)]
     before = {path: snapshot(path) for path in kept}
-    new = make(tmp_path, uid=OTHER, keep=1, ETJ_TAKE_OVER="true")
+    new = make(tmp_path, uid=OTHER, keep=1, ETJ_TAKE_OVER="Begin")
     new.start()
     own = [save(new, step) for step in (1, 2, 3)]
     assert own[0].name == "step-00000001-9b1d3c55"
@@ -321,7 +321,7 @@ def test_a_save_of_the_former_owner_that_is_under_way_meets_no_folder_of_the_new
     save(old, 1)
     partial = tmp_path / "ckpt" / "a1" / "step-00000007"
     write(partial.parent, partial.name)  # the old job's ranks are still writing it
-    new = make(tmp_path, uid=OTHER, ETJ_TAKE_OVER="true")
+    new = make(tmp_path, uid=OTHER, ETJ_TAKE_OVER="Begin")
     new.start()
     own = save(new, 7)
     (partial / "weights.pt").write_bytes(b"more of the old job")
@@ -362,17 +362,17 @@ def test_a_training_whose_last_save_was_never_published_does_not_end_as_complete
 
 
 def test_the_former_owner_stops_at_its_next_save_and_cannot_take_the_root_back(tmp_path):
-    old = make(tmp_path, ETJ_TAKE_OVER="true")
+    old = make(tmp_path, ETJ_TAKE_OVER="Begin")
     old.start()
     save(old, 1)
-    new = make(tmp_path, uid=OTHER, ETJ_TAKE_OVER="true")
+    new = make(tmp_path, uid=OTHER, ETJ_TAKE_OVER="Begin")
     new.start()
     old.after_step(step=2, samples=20, loss=1.0)
     with pytest.raises(SystemExit) as caught:
         old.save(write)
     assert caught.value.code == 77
     assert steps(tmp_path) == [(1, 1)]
-    assert "has taken it over" in refused(make(tmp_path, attempt=2, ETJ_TAKE_OVER="true"))
+    assert "has taken it over" in refused(make(tmp_path, attempt=2, ETJ_TAKE_OVER="Begin"))
     new.finish()
 
 

@@ -77,7 +77,7 @@ def _shape(topology: str, nodes: int) -> str:
 
 def _resume(plan: Forecast) -> str:
     if plan.resume_step is None and plan.reshard is not None and plan.reshard.source:
-        return f"from {plan.reshard.source} (spec.checkpoint.startFrom): the reshard Job finds its step"
+        return f"from {plan.reshard.source}: the reshard Job finds its step"
     if plan.resume_step is None:
         return "from nothing: there is no commit"
     if plan.outcome == "Grows":

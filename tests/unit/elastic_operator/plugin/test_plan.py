@@ -248,4 +248,4 @@ def test_a_new_job_is_told_what_it_starts_from() -> None:
     assert (plan.outcome, plan.resume_step) == ("Starts", None)
     assert plan.reshard is not None
     assert (plan.reshard.mode, plan.reshard.source) == ("Materialize", "/checkpoint/old/global_step1000")
-    assert "from /checkpoint/old/global_step1000 (spec.checkpoint.startFrom)" in format_plan(plan)
+    assert "from /checkpoint/old/global_step1000: the reshard Job finds its step" in format_plan(plan)

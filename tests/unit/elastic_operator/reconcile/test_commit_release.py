@@ -24,7 +24,7 @@ from elastic_operator.observed.pending_starts import Protection
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import DeleteJob, ReleaseCommits, RequestStop
 from elastic_operator.reconcile.decide import decide
-from reshard.contract import MAX_RELEASED, CommitRef, Env, ExitCode, LeaseKey, ReshardReport, TrainerPhase
+from reshard.contract import MAX_RELEASED, CommitRef, Env, ExitCode, LeaseKey, ReshardReport, TakeOver, TrainerPhase
 from reshard.topology import Topology
 
 NOW = 1_800_000_000.0
@@ -270,14 +270,14 @@ def test_a_start_from_the_jobs_own_attempts_is_refused_however_it_is_written() -
         parse_spec({**SPEC, "checkpoint": checkpoint})
 
 
-@pytest.mark.parametrize("take_over", [False, True])
-def test_training_and_reshard_pods_know_whose_folder_they_may_write(take_over: bool) -> None:
+@pytest.mark.parametrize("take_over", list(TakeOver))
+def test_training_and_reshard_pods_know_whose_folder_they_may_write(take_over: TakeOver) -> None:
     spec = parse_spec({**SPEC, "checkpoint": {**SPEC["checkpoint"], "takeOver": take_over}})
     current = Current(topology=TOPOLOGY, num_nodes=1, gpus_per_node=2, resume=Resume(uri="/c", source="/s"))
     for manifest in (training_job(JOB, spec, 2, current, 5.0), reshard_job(JOB, spec, 2, current)):
         found = environment(manifest)
         assert (found[Env.JOB_UID], found[Env.CHECKPOINT_ROOT]) == (JOB.uid, "/checkpoint/gpt")
-        assert found[Env.TAKE_OVER] == ("true" if take_over else "")
+        assert found[Env.TAKE_OVER] == take_over
 
 
 def test_a_job_that_takes_a_folder_over_converts_into_names_that_the_former_owner_cannot_have_used() -> None:
