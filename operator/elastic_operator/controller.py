@@ -132,6 +132,7 @@ class JobController:
         self._yield_times = YieldTimes()
         self._has_warned_forbidden = False
         self._reported_problems: dict[Key, str] = {}
+        self._rest_until: dict[Key, float] = {}
 
     @property
     def _limits(self) -> Timeouts:
@@ -183,6 +184,10 @@ class JobController:
         if isinstance(error, ConflictError):
             logger.debug("%s/%s: reading again: %s", *key, error)
             return _CONFLICT_RETRY_SECONDS
+        if isinstance(error, ApiError) and error.is_namespace_ending:
+            self._rest_until[key] = time.monotonic() + self._limits.resync_seconds
+            logger.info("%s/%s: the namespace is being deleted: nothing is created there any more", *key)
+            return self._limits.resync_seconds
         if isinstance(error, RefusedError):
             if error.is_new:
                 logger.warning("%s/%s: %s", *key, error)
@@ -190,6 +195,10 @@ class JobController:
             status = error.code if isinstance(error, AnswerError) else None
             logger.error("%s/%s: reconciliation failed (API status %s)", *key, status, exc_info=error)
         return None
+
+    def _rests(self, key: Key) -> bool:
+        """Return whether a job is left alone for a while, because its namespace is being deleted."""
+        return time.monotonic() < self._rest_until.get(key, 0.0)
 
     def _may_use_store(self, key: Key) -> bool:
         """Return whether a pass may use the store only, which it may for some time after a fresh read.
@@ -215,6 +224,7 @@ class JobController:
             self._annotations,
             self._store_until,
             self._reported_problems,
+            self._rest_until,
         ):
             table.pop(key, None)
         self._diagnostics.forget(key)
@@ -241,7 +251,7 @@ class JobController:
         stored = await self._reader.read_from_store(*key)
         if stored is None:
             return None
-        if stored[0].is_managed_elsewhere:
+        if stored[0].is_managed_elsewhere or self._rests(key):
             return self._limits.resync_seconds
         record, world = apply_boundary(stored[0], self._boundary), stored[1]
         if _needs_accepted_spec(record):
@@ -274,7 +284,7 @@ class JobController:
             return None if self._reader.forget_if_gone(key, stored) else 0.0
         self._reader.store_resource(resource, stored)
         record = apply_boundary(read_record(resource), self._boundary)
-        if record.deleting or record.is_managed_elsewhere:
+        if record.deleting or record.is_managed_elsewhere or self._rests(key):
             return self._limits.resync_seconds
         if record.problems:
             await self._report_unreadable_status(key, resource, record)
@@ -424,7 +434,7 @@ class JobController:
         try:
             await self._writer.keep_spec(read_record(resource).job, resource["spec"])
         except (ApiError, NameTakenError) as error:
-            if isinstance(error, ApiError) and error.code != HTTPStatus.FORBIDDEN:
+            if isinstance(error, ApiError) and (error.code != HTTPStatus.FORBIDDEN or error.is_namespace_ending):
                 raise
             if not self._has_warned_forbidden:
                 logger.warning(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.apiserver import CRD, apiserver_with_crd
+from elastic_operator.api.serialization import format_time
 from testbed import components
 from testbed.errors import CannotRunHereError
 from testbed.kubectl import Kubectl
@@ -40,3 +43,19 @@ def daemon(folder: Path, program: str, config: Path, *flags: str) -> Iterator[No
             process.kill()
             process.wait(timeout=20)
             print((folder / f"{program}.log").read_text()[-3000:])
+
+
+def play_node(kubectl: Kubectl, name: str) -> None:
+    """Create a Ready node with two GPUs, without a kubelet."""
+    kubectl.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
+    amounts = {"amd.com/gpu": "2", "cpu": "8", "memory": "8Gi", "pods": "110"}
+    ready = {
+        "type": "Ready",
+        "status": "True",
+        "reason": "Played",
+        "message": "",
+        "lastTransitionTime": format_time(time.time())[:-5] + "Z",
+    }
+    status = {"status": {"capacity": amounts, "allocatable": amounts, "conditions": [ready]}}
+    kubectl("patch", "node", name, "--subresource=status", "--type=merge", "-p", json.dumps(status))
+    kubectl("taint", "node", name, "node.kubernetes.io/not-ready-", check=False)

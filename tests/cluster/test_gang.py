@@ -6,7 +6,6 @@ Nodes are played, because nothing has to run: a pod is placed, or it is not.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,8 @@ import pytest
 
 from testbed.kubectl import Kubectl
 from tests.cluster.jobs import Operator
-from tests.cluster.own_api_server import daemon, own_api_server
-from tests.cluster.test_rights import GPU, now, training_job
+from tests.cluster.own_api_server import daemon, own_api_server, play_node
+from tests.cluster.test_rights import training_job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_api_server]
 
@@ -38,7 +37,7 @@ def kubectl(tmp_path: Path) -> Iterator[Kubectl]:
         client("create", "namespace", TEAM)
         client("create", "serviceaccount", "default", "-n", TEAM)
         for name in NODES:
-            _play_node(client, name)
+            play_node(client, name)
         client.apply(*_bound_claim())
         yield client
 
@@ -54,15 +53,6 @@ def _bound_claim() -> list[dict[str, Any]]:
         {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "ckpt"}, "spec": {**common, **volume}},
         {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": meta, "spec": {**common, **request}},
     ]
-
-
-def _play_node(kubectl: Kubectl, name: str) -> None:
-    kubectl.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
-    amounts = {GPU: "2", "cpu": "8", "memory": "8Gi", "pods": "110"}
-    ready = {"type": "Ready", "status": "True", "reason": "Played", "message": "", "lastTransitionTime": now()}
-    status = {"status": {"capacity": amounts, "allocatable": amounts, "conditions": [ready]}}
-    kubectl("patch", "node", name, "--subresource=status", "--type=merge", "-p", json.dumps(status))
-    kubectl("taint", "node", name, "node.kubernetes.io/not-ready-", check=False)
 
 
 def _pods(kubectl: Kubectl) -> list[dict[str, Any]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from elastic_operator.reconcile.effective_spec import read_newest_spec
 from reshard.contract import GROUP, KIND, VERSION
 from reshard.topology import Topology
 from testbed.kubectl import Kubectl
-from tests.cluster.own_api_server import daemon, own_api_server
+from tests.cluster.jobs import Operator
+from tests.cluster.own_api_server import daemon, own_api_server, play_node
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_api_server]
 
@@ -124,3 +126,36 @@ def test_a_job_can_be_deleted_without_what_it_owns(kubectl: Kubectl, tmp_path: P
     left = [item for item in _list_own(kubectl, "orphaned") if item["kind"] != "Event"]
     assert len(left) == len(own) > 8
     assert not any(item["metadata"].get("ownerReferences") for item in left)
+
+
+def _until(what: str, condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
+def test_a_namespace_that_is_deleted_ends_its_job_without_a_relaunch(kubectl: Kubectl, tmp_path: Path) -> None:
+    log = tmp_path / "operator.log"
+    kubectl("create", "namespace", "ends")
+    play_node(kubectl, "gpu-1")
+    resource = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": {"name": "gpt", "namespace": "ends"}}
+    operator = Operator(kubectl.kubeconfig, "ends", log, "--no-leader-election")
+    try:
+        spec = {**SPEC, "template": {"spec": {"containers": [{"name": "train", "image": "i"}]}}}
+        kubectl.apply({**resource, "spec": spec})
+        _until("the Job", lambda: kubectl.get("job", "gpt-a1", "-n", "ends"))
+        _until("its UID in the status", lambda: kubectl.get("etj", "gpt", "-n", "ends")["status"].get("jobUids"))
+        kubectl("delete", "namespace", "ends", "--wait=false")  # what is in it goes one after another
+        kubectl("delete", "job", "gpt-a1", "-n", "ends")
+        _until("the refusal", lambda: "the namespace is being deleted" in log.read_text())
+        status = kubectl.get("etj", "gpt", "-n", "ends")["status"]
+        assert (status["attempt"], status.get("recoveries", [])) == (1, [])
+        kubectl("delete", "etj", "gpt", "-n", "ends")
+    finally:
+        operator.stop()
+        print(log.read_text()[-5000:])
+    before, *after = log.read_text().split("the namespace is being deleted")
+    assert "Traceback" not in before
+    assert len(after) == 1, "said once"
+    assert not {"WARNING", "ERROR"} & set(after[0].split())

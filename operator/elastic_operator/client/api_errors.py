@@ -40,6 +40,12 @@ class ApiError(AnswerError):
         self.details: Mapping[str, Any] = status.get("details") or {}
         super().__init__(code, path, self.message)
 
+    @property
+    def is_namespace_ending(self) -> bool:
+        """True if nothing can be created because the namespace is being deleted."""
+        causes = self.details.get("causes") or ()
+        return any(cause.get("reason") == "NamespaceTerminating" for cause in causes)
+
 
 def make_error(code: int, path: str, body: bytes) -> AnswerError:
     """Make the error of an answer that is not a success.

@@ -131,7 +131,7 @@ class Diagnostics:
             await self._writer.act(*key, action)
         except ApiError as error:
             is_refused = 400 <= error.code < 500 and error.code != HTTPStatus.TOO_MANY_REQUESTS
-            if not is_refused or not isinstance(action, Create | LaunchAttempt):
+            if not is_refused or error.is_namespace_ending or not isinstance(action, Create | LaunchAttempt):
                 raise
             raise self._refused(key, pod_diagnosis.diagnose_refused_launch(attempt, error.message)) from error
         except NameTakenError as error:
