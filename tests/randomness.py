@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from collections.abc import Iterable
@@ -51,7 +52,13 @@ def some(cases: Iterable[Case], *, every: int) -> list[Case]:
     return list(cases)[:: 1 if SOAKING else every]
 
 
+def _draw() -> int:
+    """Draw a number; the workers of one run of pytest-xdist draw the same, as they must collect the same tests."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", "")
+    return int.from_bytes(hashlib.sha256(run.encode()).digest()[:6]) if run else secrets.randbits(48)
+
+
 def seeds(count: int, *, soak: int | None = None) -> range:
     """Return the seeds of `examples(count, soak=soak)` cases: always the same ones, or in a soak new ones."""
-    first = secrets.randbits(48) if SOAKING else 0
+    first = _draw() if SOAKING else 0
     return range(first, first + examples(count, soak=soak))

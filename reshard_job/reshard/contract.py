@@ -73,8 +73,7 @@ class Env(enum.StrEnum):
     LEASE = "ETJ_LEASE"
     HEARTBEAT_SECONDS = "ETJ_HEARTBEAT_SECONDS"
     SCRATCH = "ETJ_SCRATCH"
-    """Folder in memory for the files of a virtual commit. The user may set it. Otherwise the operator sets it if
-    `spec.reshard.mode` is Virtual or may choose virtual commits."""
+    """Folder in memory for files of a virtual commit; the user sets it, or the operator where it may make one."""
     MAILBOX = "ETJ_MAILBOX"
     """Path of a JSON file that replaces the Lease without a cluster."""
 
@@ -118,10 +117,11 @@ class LeaseKey(enum.StrEnum):
     OWNER_ERROR = f"{GROUP}/owner-error"
     """Rank 0 writes why it may not use ETJ_CHECKPOINT_ROOT; the operator ends the job."""
     RELEASED = f"{GROUP}/released"
-    """The operator writes the commits that nothing refers to any more, as a JSON array of `a<N>/step-...`, relative to
-    ETJ_CHECKPOINT_ROOT. Rank 0 removes these and no others."""
+    """The operator writes the `COMMIT_NAME`s that nothing refers to any more, as a JSON array; rank 0 removes these."""
     REMOVED = f"{GROUP}/removed"
     """Rank 0 writes those commits of RELEASED that do not exist any more, in the same form."""
+    REFUSED = f"{GROUP}/refused"
+    """Rank 0 writes what the resharder refuses of its first commit: JSON, `message` (may be empty) and `toAllow`."""
     SAVE = f"{GROUP}/save"
     """Rank 0 writes in words how its newest save went, if the training saves asynchronously."""
     LOADER = f"{GROUP}/loader"

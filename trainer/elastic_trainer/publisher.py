@@ -16,6 +16,7 @@ from pathlib import Path
 
 from elastic_trainer import attempts, retention
 from elastic_trainer.heartbeat import Heartbeat
+from elastic_trainer.saving.refusals import RefusalCheck
 from elastic_trainer.settings import Settings
 from reshard.commits.commit import Commit, confirm_commit, write_commit
 from reshard.commits.root_owner import claim_root
@@ -48,6 +49,7 @@ class Publisher:
         self._unpublished: list[tuple[Path, Commit]] = []
         self._answers_before = 0
         self._is_marked = False
+        self._refusals = RefusalCheck(heartbeat.update)
 
     def claim(self) -> None:
         """Claim the checkpoint root for the job, or check the claim.
@@ -161,6 +163,8 @@ class Publisher:
         self._heartbeat.flush()
         self._drop(self._unpublished[:-1])
         self._unpublished.clear()
+        if self._settings.lease:
+            self._refusals.begin(folder)
         self._remove_old()
 
     def _drop(self, saves: list[tuple[Path, Commit]]) -> None:

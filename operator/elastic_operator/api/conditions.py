@@ -29,6 +29,8 @@ class Type(enum.StrEnum):
     """This job owns `spec.checkpoint.path`; False: another job owns it, so this job must not write there."""
     COMMITS_RELEASED = "CommitsReleased"
     """Old commits are removed; False: jobs that are about to start from them keep them. Absent until that happens."""
+    COMMITS_CONVERTIBLE = "CommitsConvertible"
+    """False: the resharder would refuse the commits of this training. Absent until that happens."""
     LAUNCHED = "Launched"
     """All pods of the current attempt have started; False: the message says why not."""
     RUNNING = "Running"

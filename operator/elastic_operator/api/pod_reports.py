@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from elastic_operator.api.schema_types import MAX_ALLOWED_GLOBALS, is_global_name
 from elastic_operator.api.serialization import parse_time
 from elastic_operator.api.validation import shorten
 from reshard.contract import (
@@ -90,6 +91,34 @@ def parse_commit_names(text: str) -> tuple[str, ...]:
     if not isinstance(value, list) or len(value) > MAX_RELEASED or not all(isinstance(name, str) for name in value):
         raise ValueError(f"expected a JSON array of at most {MAX_RELEASED} names, found {shorten(text)}")
     return tuple(value)
+
+
+class Refused(NamedTuple):
+    """What the resharder would refuse of an attempt's commits.
+
+    Attributes:
+        message: empty for nothing.
+        to_allow: names that make them convertible, for `spec.checkpoint.allowedGlobals`; empty if that is not enough.
+    """
+
+    message: str
+    to_allow: tuple[str, ...]
+
+
+def parse_refused(text: str) -> Refused:
+    """Parse what rank 0 has found in its first commit.
+
+    Raises:
+        ValueError: `text` is not an object with a message and names.
+    """
+    value = parse_json(text)
+    if isinstance(value, dict):
+        message, names = value.get("message"), value.get("toAllow")
+        names = names if isinstance(names, list) else [None]
+        are_names = all(isinstance(name, str) and is_global_name(name) for name in names)
+        if isinstance(message, str) and are_names and len(names) <= MAX_ALLOWED_GLOBALS:
+            return Refused(sentence(message, TEXT_BYTES), tuple(names))
+    raise ValueError(f"expected a message and toAllow, names of classes, found {shorten(text)}")
 
 
 def parse_phase(text: str) -> str:
@@ -173,5 +202,6 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     LeaseKey.STEP_TIME: parse_timestamp,
     LeaseKey.COMMIT: parse_commit,
     LeaseKey.LOADER: VirtualLoader.from_json,
+    LeaseKey.REFUSED: parse_refused,
     LeaseKey.REMOVED: parse_commit_names,
 }

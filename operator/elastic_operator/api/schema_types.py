@@ -156,12 +156,21 @@ GLOBAL_PATTERN = "[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z_][A-Za-z0-9_]*)+"
 GLOBAL_EXPECTED = "the full name of one class or function, as my_package.state.Progress, not a pattern"
 """Form of a name in `spec.checkpoint.allowedGlobals`, and its description."""
 
+_MAX_GLOBAL = 256
+
+MAX_ALLOWED_GLOBALS = 64
+
+
+def is_global_name(name: str) -> bool:
+    """Return whether a name may stand in `spec.checkpoint.allowedGlobals`."""
+    return len(name) <= _MAX_GLOBAL and re.fullmatch(GLOBAL_PATTERN, name) is not None
+
 
 def _check_global(name: str) -> str:
-    if not re.fullmatch(GLOBAL_PATTERN, name):
+    if not is_global_name(name):
         raise not_expected(GLOBAL_EXPECTED)
     return name
 
 
-GlobalName = Annotated[str, Strict(), Field(max_length=256), AfterValidator(_check_global)]
+GlobalName = Annotated[str, Strict(), Field(max_length=_MAX_GLOBAL), AfterValidator(_check_global)]
 """`reshard.formats.pt.trust` refuses names of functions that run code which the file chooses."""

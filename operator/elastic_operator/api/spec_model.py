@@ -24,6 +24,7 @@ from elastic_operator.api.schema_types import (
     GIB,
     INT32,
     INT64,
+    MAX_ALLOWED_GLOBALS,
     OPEN,
     SET,
     WHOLE,
@@ -322,7 +323,7 @@ class CheckpointSpec:
     """Names of commits (a<N>/step-..., the end of their uri in status.checkpoint.history) that stay on the volume while
     they are listed here, for instance while an evaluation reads them. Pin a commit while it is in the history.
     """
-    allowed_globals: Annotated[tuple[GlobalName, ...], Field(max_length=64), UNIQUE, SET] = ()
+    allowed_globals: Annotated[tuple[GlobalName, ...], Field(max_length=MAX_ALLOWED_GLOBALS), UNIQUE, SET] = ()
     """Full names of classes and functions that pickles of the checkpoints may name besides those that frameworks write:
     reshard --allow-global. Who loads a checkpoint runs what it names. After an edit, a conversion that has failed
     begins anew; nothing else restarts.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_operator.api.conditions import Type, find, set_condition
-from elastic_operator.api.pod_reports import find_commit_problem, find_path_problem
+from elastic_operator.api.pod_reports import find_commit_problem, find_path_problem, parse_or_none, parse_refused
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.status import (
     MAX_LOSSES,
@@ -37,6 +37,7 @@ from reshard.contract import LeaseKey, ReshardReport, sentence
 _MAX_VERSIONS = 16
 _MAX_PROBLEMS = 8
 _PROBLEM_BYTES = 1024
+_REFUSED_BYTES = 2048
 _MAX_NAMES = 3
 _LOSS_PARTS = 48
 
@@ -54,7 +55,7 @@ def _record_reports(context: Context, status: Status) -> Status:
     status = _record_job(context, status, status.current)
     if lease is None:
         return status
-    status = _record_loader(_record_commit(context, status, lease), lease)
+    status = _report_refused(context, _record_loader(_record_commit(context, status, lease), lease), lease)
     return _record_progress(context, status, lease)
 
 
@@ -234,6 +235,40 @@ def _record_loader(status: Status, lease: LeaseView) -> Status:
         spec_hash=status.current.spec_hash,
     )
     return dataclasses.replace(status, loader=loader)
+
+
+def _report_refused(context: Context, status: Status, lease: LeaseView) -> Status:
+    """Report that the resharder would refuse the commits of the training, as rank 0 has found out."""
+    refused = parse_or_none(parse_refused, lease.get(LeaseKey.REFUSED))
+    old = find(status.conditions, Type.COMMITS_CONVERTIBLE)
+    if refused is None or (not refused.message and old is None):
+        return status
+    allowed = context.spec.checkpoint.allowed_globals
+    is_allowed = bool(refused.to_allow) and set(refused.to_allow) <= set(allowed)
+    is_convertible = not refused.message or is_allowed
+    if is_convertible and old is None:
+        return status
+    message = "the resharder refuses nothing of the commits" + " with spec.checkpoint.allowedGlobals" * is_allowed
+    if not is_convertible:
+        names = ", ".join(dict.fromkeys((*allowed, *refused.to_allow)))
+        advice = f"set spec.checkpoint.allowedGlobals: [{names}], or " * bool(refused.to_allow)
+        message = (
+            f"the resharder would refuse the commits of attempt {status.attempt}: {refused.message}; {advice}save plain"
+            " data; until then the job cannot go on in another topology that needs a conversion"
+        )
+        message = sentence(message, _REFUSED_BYTES)
+        if old is None or old.message != message:
+            context.emit("NotConvertible", message, warning=True)
+    conditions = set_condition(
+        status.conditions,
+        Type.COMMITS_CONVERTIBLE,
+        is_convertible,
+        reason="Convertible" if is_convertible else "NotConvertible",
+        message=message,
+        now=context.now,
+        generation=context.job.generation,
+    )
+    return dataclasses.replace(status, conditions=conditions)
 
 
 def _record_progress(context: Context, status: Status, lease: LeaseView) -> Status:

@@ -41,7 +41,7 @@ UNSEEDED = {
 
 
 def output_of(program: str, hash_seed: int, **environment: str) -> str:
-    env = {key: value for key, value in os.environ.items() if key not in ("ETJ_SOAK", "CI")}
+    env = {key: value for key, value in os.environ.items() if key not in ("ETJ_SOAK", "CI", "PYTEST_XDIST_TESTRUNUID")}
     env |= {"PYTHONHASHSEED": str(hash_seed), **environment}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True, check=True
