@@ -162,8 +162,10 @@ def condition(status: dict[str, Any]) -> tuple[str, str]:
 
 
 def assert_nothing_was_lost(status: dict[str, Any], *causes: str) -> None:
-    told = [(item["cause"], item.get("planned"), item.get("lostSteps", 0)) for item in status["recoveries"]]
-    assert told == [(cause, True, 0) for cause in causes], json.dumps(status["recoveries"], indent=1)
+    changes = [*status.get("recoveries", []), *status.get("pauses", [])]
+    changes.sort(key=lambda item: int(item["fromAttempt"]))
+    told = [(item["cause"], item.get("planned"), item.get("lostSteps", 0)) for item in changes]
+    assert told == [(cause, True, 0) for cause in causes], json.dumps(changes, indent=1)
     assert status.get("restartBudget", {}).get("used", 0) == 0
     assert not status.get("failureCounts")
 

@@ -153,9 +153,11 @@ class Stage:
         return text
 
     def told(self) -> list[tuple[str, bool, int]]:
-        """Cause, whether it was planned, and lost steps of every recovery."""
-        recoveries = self.played.status.get("recoveries", [])
-        return [(item["cause"], item.get("planned", False), item.get("lostSteps", 0)) for item in recoveries]
+        """Cause, whether it was planned, and lost steps of every recovery and pause."""
+        status = self.played.status
+        changes = [*status.get("recoveries", []), *status.get("pauses", [])]
+        changes.sort(key=lambda item: int(item["fromAttempt"]))
+        return [(item["cause"], item.get("planned", False), item.get("lostSteps", 0)) for item in changes]
 
 
 @contextlib.asynccontextmanager
@@ -249,7 +251,7 @@ async def _grow_and_be_preempted(stage: Stage) -> None:
     assert (stage.assigned(name), stage.is_true(name, "Admitted")) == (3, True)
     assert stage.played.status.get("restartBudget", {}).get("used", 0) == 0
     # The same operator serves its status page, which is at most two seconds behind.
-    await stage.until("the page to show the job", lambda: "4. NodeNotReady" in stage.read_page(f"/jobs/{TEAM}/gpt"))
+    await stage.until("the page to show the job", lambda: "3. NodeNotReady" in stage.read_page(f"/jobs/{TEAM}/gpt"))
     fleet = stage.read_page("/")
     assert f'<a href="jobs/{TEAM}/gpt">{TEAM}/gpt</a>' in fleet
     assert "NodeNotReady, lost " in fleet

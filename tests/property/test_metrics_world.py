@@ -83,8 +83,9 @@ def test_every_recovery_is_counted_once_at_its_begin_and_once_at_its_end(events:
     world = completed(events)
     started = world.total(definitions.RECOVERIES_STARTED)
     assert started == world.total(definitions.RECOVERIES_ENDED)
-    if started < MAX_RECOVERIES:
-        assert started == len(world.status.get("recoveries", []))
+    status = read_status(world.status).status
+    if len(status.changes) < MAX_RECOVERIES:
+        assert started == len(status.recoveries)
     assert world.total(definitions.FINISHED) == 1
     # A pod of a stopped attempt may make steps after the operator has looked for the last time.
     assert world.total(definitions.LOST_STEPS) <= world.made_steps - STEPS
@@ -145,11 +146,9 @@ def test_a_recovery_that_was_suspended_ends_with_the_next_first_step(again: bool
         world.operate()
     settle(world, Phase.COMPLETE)
     status = read_status(world.status).status
-    assert [(item.cause, item.planned) for item in status.recoveries][:2] == [
-        ("NodeNotReady", False),
-        ("Suspended", True),
-    ]
-    assert status.recoveries[1].first_step_time is not None
+    assert [item.cause for item in status.changes][:2] == ["NodeNotReady", "Suspended"]
+    assert (status.recoveries[0].cause, status.pauses[0].cause) == ("NodeNotReady", "Suspended")
+    assert status.pauses[0].first_step_time is not None
     # Training, and an outage of a minute, as a pod on a lost node is waited for; not the time suspended.
     assert 20 < status.goodput["windowSeconds"] < 200
     assert world.total(definitions.LOST_STEPS) == world.made_steps - STEPS
@@ -166,6 +165,6 @@ def test_a_failure_while_suspending_loses_its_steps_once_and_is_no_endless_outag
     world.suspend(False)
     settle(world, Phase.COMPLETE)
     status = read_status(world.status).status
-    assert [item.planned for item in status.recoveries][:2] == [False, True]
+    assert [item.planned for item in status.changes][:2] == [False, True]
     assert status.goodput["windowSeconds"] < 200
     assert world.total(definitions.LOST_STEPS) == world.made_steps - STEPS > 0

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from elastic_operator.api.status import Status
 from elastic_operator.api.status_reader import read_status
 from elastic_operator.manifests.attempt import JobRef
-from elastic_operator.reconcile.goodput import PAUSES
 from elastic_operator.reconcile.notifications.notification import (
     Notification,
     NotificationKind,
@@ -44,9 +43,7 @@ class TellingWorld(World):
         old, new = read_status(before).status, read_status(self.status).status
         self.told += find_notifications(JOB, old, new)
         self.ended |= {
-            (item.from_attempt, item.first_step_time)
-            for item in new.recoveries
-            if item.first_step_time is not None and item.cause not in PAUSES
+            (item.from_attempt, item.first_step_time) for item in new.recoveries if item.first_step_time is not None
         }
         # Whoever takes over now finds facts that were told, and no others.
         assert {item.id for item in find_recorded(JOB, new, since=-1.0)} <= {item.id for item in self.told}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import heapq
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -56,7 +57,7 @@ __all__ = [
     "MAX_COMMITS", "MAX_LOSSES", "MAX_RECOVERIES", "MAX_WITHHELD", "TERMINAL", "Checkpoint", "Commit", "Condition",
     "Conversion", "Current", "Drain", "ExcludedNode", "FailureCount", "Growth", "Loader", "LossPoint", "Phase", "Pin",
     "PlacementLimit", "Plan", "Progress", "Recovery", "Rejected", "ReshardStatus", "RestartBudget", "Resume",
-    "StartMode", "StartedFrom", "Status", "edit_last_recovery", "short", "with_newest",
+    "StartMode", "StartedFrom", "Status", "add_change", "edit_last_change", "short", "with_newest",
 ]  # fmt: skip
 
 MAX_LOSSES = 64
@@ -198,7 +199,10 @@ class Status:
     recoveries: Annotated[
         tuple[Annotated[Recovery, OPEN], ...], Field(max_length=MAX_ITEMS), Keywords(maxItems=16)
     ] = ()
-    """The last ten recoveries, newest last."""
+    """Changes from an attempt to the next after failures, and planned ones; newest last. The last ten changes are kept:
+    these, and those in pauses."""
+    pauses: Annotated[tuple[Annotated[Recovery, OPEN], ...], Field(max_length=MAX_ITEMS), Keywords(maxItems=16)] = ()
+    """Changes in between which nothing may run: the job is suspended, or a queueing system has taken its quota."""
     drain_request: Word = ""
     """Last drain request of a user (kubectl etj drain) that was answered."""
     retry_request: Word = ""
@@ -240,6 +244,11 @@ class Status:
     """UIDs of its training and reshard Jobs whose pods may still exist."""
 
     @property
+    def changes(self) -> tuple[Recovery, ...]:
+        """Recoveries and pauses in the order in which they began."""
+        return tuple(heapq.merge(self.recoveries, self.pauses, key=_begin)) if self.pauses else self.recoveries
+
+    @property
     def launched(self) -> bool:
         """True if the Job of the current attempt may exist."""
         return self.current is not None and self.current.launch_time is not None
@@ -273,7 +282,27 @@ def with_newest(checkpoint: Checkpoint) -> Checkpoint:
     )
 
 
-def edit_last_recovery(status: Status, **changes: Any) -> Status:
-    """Replace fields of the newest recovery in `status`."""
-    *older, last = status.recoveries
-    return dataclasses.replace(status, recoveries=(*older, dataclasses.replace(last, **changes)))
+def add_change(status: Status, change: Recovery, *, is_pause: bool) -> Status:
+    """Add a recovery or a pause, and drop the oldest change if there are more than MAX_RECOVERIES."""
+    recoveries = status.recoveries if is_pause else (*status.recoveries, change)
+    pauses = (*status.pauses, change) if is_pause else status.pauses
+    if len(recoveries) + len(pauses) > MAX_RECOVERIES:
+        if recoveries and (not pauses or _begin(recoveries[0]) <= _begin(pauses[0])):
+            recoveries = recoveries[1:]
+        else:
+            pauses = pauses[1:]
+    return dataclasses.replace(status, recoveries=recoveries, pauses=pauses)
+
+
+def edit_last_change(status: Status, **fields: Any) -> Status:
+    """Replace fields of the newest change in `status`."""
+    last = status.changes[-1]
+    edited = dataclasses.replace(last, **fields)
+    if status.recoveries and status.recoveries[-1] is last:
+        return dataclasses.replace(status, recoveries=(*status.recoveries[:-1], edited))
+    return dataclasses.replace(status, pauses=(*status.pauses[:-1], edited))
+
+
+def _begin(change: Recovery) -> tuple[int, float]:
+    # Attempts are compared first: the stored time is rounded.
+    return change.from_attempt, change.detect_time or 0.0

@@ -59,6 +59,7 @@ def read_status(value: object) -> StoredStatus:
         status,
         checkpoint=dataclasses.replace(checkpoint, history=history),
         recoveries=status.recoveries[-MAX_RECOVERIES:],
+        pauses=status.pauses[-MAX_RECOVERIES:],
     )
     return StoredStatus(status=status, problems=tuple(problems), lost=tuple(lost))
 

@@ -66,7 +66,7 @@ def _start_mode(status: Status) -> str:
 
 
 def _queue_reason(status: Status) -> QueueReason:
-    last = status.recoveries[-1] if status.recoveries else None
+    last = status.changes[-1] if status.changes else None
     if last is None or last.to_attempt != status.attempt:
         return QueueReason.START
     if last.cause in PAUSES:
@@ -75,17 +75,18 @@ def _queue_reason(status: Status) -> QueueReason:
 
 
 def _count_recoveries(old: Status, new: Status) -> Iterator[Sample]:
-    recorded = {_key(item): (item, _result(old, index)) for index, item in enumerate(old.recoveries)}
+    recorded = {_key(item): (item, _result(old, index)) for index, item in enumerate(old.changes)}
     lost_steps = 0
-    for index, recovery in enumerate(new.recoveries):
+    for index, recovery in enumerate(new.changes):
         before, result_before = recorded.get(_key(recovery), (None, None))
-        if before is None:
+        is_pause = recovery.cause in PAUSES
+        if before is None and not is_pause:
             labels = (recovery.cause, str(recovery.planned).lower())
             yield Sample(definition=definitions.RECOVERIES_STARTED, labels=labels)
         # A further failure before the launch may lose more steps, if it makes a commit invalid; it never recovers any.
         lost_steps += max(0, recovery.lost_steps - (before.lost_steps if before else 0))
         result = _result(new, index)
-        if result is not None and result_before is None:
+        if result is not None and result_before is None and not is_pause:
             yield Sample(definition=definitions.RECOVERIES_ENDED, labels=(recovery.cause, result))
             yield from _measure_recovery(recovery)
     if lost_steps:
@@ -93,9 +94,6 @@ def _count_recoveries(old: Status, new: Status) -> Iterator[Sample]:
 
 
 def _measure_recovery(recovery: Recovery) -> Iterator[Sample]:
-    # The length of a pause says nothing about recoveries.
-    if recovery.cause in PAUSES:
-        return
     for part, seconds in recovery.seconds.items():
         if part == "total":
             planned = str(recovery.planned).lower()
@@ -111,9 +109,9 @@ def _key(recovery: Recovery) -> tuple[int, bool]:
 
 def _result(status: Status, index: int) -> Result | None:
     """Return how a recovery has ended; None if it is open."""
-    if status.recoveries[index].first_step_time is not None:
+    if status.changes[index].first_step_time is not None:
         return Result.RESUMED
-    if index < len(status.recoveries) - 1:
+    if index < len(status.changes) - 1:
         return Result.SUPERSEDED
     return _RESULT_BY_PHASE.get(status.phase)
 

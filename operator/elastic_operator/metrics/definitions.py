@@ -18,7 +18,7 @@ from elastic_operator.api.status import Phase, StartMode
 from elastic_operator.observed.reshard_pods import OUT_OF_MEMORY
 from elastic_operator.observed.signal_kinds import KINDS, Kind, Weight
 from elastic_operator.reconcile import user_requests
-from elastic_operator.reconcile.goodput import PARTS, PAUSES
+from elastic_operator.reconcile.goodput import PARTS
 from reshard.contract import ExitCode
 
 OTHER = "Other"
@@ -26,7 +26,6 @@ OTHER = "Other"
 
 CAUSES: Mapping[str, bool] = {
     **{str(kind): meaning.weight is Weight.PLANNED for kind, meaning in KINDS.items()},
-    **dict.fromkeys(PAUSES, True),
     "SpecChanged": True,
     "DeadlineExceeded": True,
     "CapacityReturned": True,
@@ -207,7 +206,7 @@ RECOVERIES_ENDED = _counter(
 )
 RECOVERY_SECONDS = _histogram(
     "etj_recovery_seconds",
-    "From the first signal of a failure, or the request of a change, to the next first step; without suspensions",
+    "From the first signal of a failure, or the request of a change, to the next first step",
     ("planned",),
     (("true",), ("false",)),
     _SECONDS,

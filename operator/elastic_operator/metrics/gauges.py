@@ -60,11 +60,11 @@ def _goodput(status: Status, now: float) -> goodput.Goodput | None:
         return None
     until = status.finish_time if status.finish_time is not None else now
     step = status.progress.step if status.progress else 0
-    return goodput.account(status.recoveries, start=status.first_step_time, now=until, first_step=0, step=step)
+    return goodput.account(status.changes, start=status.first_step_time, now=until, first_step=0, step=step)
 
 
 def _recovering_since(status: Status) -> float | None:
-    last = status.recoveries[-1] if status.recoveries else None
+    last = status.changes[-1] if status.changes else None
     if last is None or status.terminal or last.first_step_time is not None or last.cause in goodput.PAUSES:
         return None
     return last.signal_time if last.signal_time is not None else last.detect_time

@@ -104,7 +104,7 @@ def _is_unseen(done: SteerResult, status: Status) -> bool:
 def _describe_drain(done: SteerResult, status: Status) -> str:
     if status.drain_request != done.request:
         return ""
-    answered = [item for item in status.recoveries if item.from_attempt >= done.attempt]
+    answered = [item for item in status.changes if item.from_attempt >= done.attempt]
     if not answered and status.drain is None:
         text = f"attempt {status.attempt} had no training loop that could commit when the request arrived"
         raise PluginError(Exit.REFUSED, f"{done.name} was not drained: {text}")

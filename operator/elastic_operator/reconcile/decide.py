@@ -13,7 +13,7 @@ import logging
 from elastic_operator.api.conditions import Type, find, set_condition
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.spec import Spec, SpecError
-from elastic_operator.api.status import Phase, Status, edit_last_recovery
+from elastic_operator.api.status import Phase, Status, edit_last_change
 from elastic_operator.manifests.attempt import JobRef
 from elastic_operator.manifests.reshard_pod import ReshardImage
 from elastic_operator.observed import ownership, pod_diagnosis
@@ -183,12 +183,12 @@ def _suspend(context: Context, status: Status) -> Status:
         return running.run(context, status, current)
     status = dataclasses.replace(status, current=None, drain=None, growth=None, queue_time=None)
     status = recovery.record_pause(context, status, goodput.SUSPENDED, "spec.suspend is true")
-    last = status.recoveries[-1] if status.recoveries else None
+    last = status.changes[-1] if status.changes else None
     running_pods = [pod for pod in select_stale_pods(context, status) if not pod.terminal]
     if running_pods:
         return status if status.phase != Phase.SUSPENDED else dataclasses.replace(status, phase=Phase.STOPPING)
     if last is not None and last.cause in goodput.PAUSES and last.stop_time is None:
-        status = edit_last_recovery(status, stop_time=Time(context.now))
+        status = edit_last_change(status, stop_time=Time(context.now))
     if status.phase != Phase.SUSPENDED:
         step = status.checkpoint.step
         context.emit("Suspended", f"nothing runs any more; the newest commit is of step {step}")

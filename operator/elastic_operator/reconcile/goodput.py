@@ -22,13 +22,13 @@ from typing import Any
 from elastic_operator.api.status import MAX_RECOVERIES, Recovery
 
 SUSPENDED = "Suspended"
-"""Cause of a recovery that answers `spec.suspend`."""
+"""Cause of a pause that answers `spec.suspend`."""
 
 EVICTED = "QueueEviction"
-"""Cause of a recovery that answers an eviction by a queueing system, or that has to wait for its quota."""
+"""Cause of a pause that answers an eviction by a queueing system, or that has to wait for its quota."""
 
 PAUSES = (SUSPENDED, EVICTED)
-"""Causes of recoveries in which nothing runs because nothing may run."""
+"""Causes of changes in between which nothing runs because nothing may run: `status.pauses`."""
 
 _CHAIN = (
     ("detect", "detect_time"),
@@ -80,7 +80,7 @@ def account(recoveries: Sequence[Recovery], *, start: float, now: float, first_s
     """Account for the time of a job.
 
     Args:
-        recoveries: oldest first; the last one may be open.
+        recoveries: `status.changes`, with the pauses, oldest first; the last one may be open.
         start: when the first attempt made its first step, seconds since the epoch.
         now: the present, or when the job ended.
         first_step: step that the job began with.

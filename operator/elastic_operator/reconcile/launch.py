@@ -23,7 +23,7 @@ from elastic_operator.api.status import (
     Resume,
     StartMode,
     Status,
-    edit_last_recovery,
+    edit_last_change,
     short,
 )
 from elastic_operator.manifests.attempt import reshard_name
@@ -73,7 +73,7 @@ def prepare(context: Context, status: Status, current: Current) -> Status:
             return status
         current = status.current
     running = select_running_pods(context, status)
-    open_recovery = bool(status.recoveries) and status.recoveries[-1].to_attempt == status.attempt
+    open_recovery = bool(status.changes) and status.changes[-1].to_attempt == status.attempt
     status = recovery.record_stop(context, status, running)
     # A pod without a node is only deleted; its Job, while it exists, could create another one.
     # A Job that somebody deletes in the foreground creates none any more, but stays as long as its stuck pod.
@@ -93,7 +93,7 @@ def _launch(context: Context, status: Status, current: Current, open_recovery: b
     avoid = list_avoided_nodes(context, status, current.gpus_per_node, also=current.avoid)
     status = dataclasses.replace(status, current=dataclasses.replace(current, launch_time=now, avoid=avoid.names))
     if open_recovery:
-        status = edit_last_recovery(status, launch_time=now)
+        status = edit_last_change(status, launch_time=now)
     num_accelerators = current.num_nodes * current.gpus_per_node
     description = f"{short(current.topology)} on {current.num_nodes} nodes, {num_accelerators} accelerators"
     text = f"attempt {status.attempt}: {description}, from {current.resume.uri or 'nothing'}"
@@ -126,10 +126,10 @@ def _replan(context: Context, status: Status, current: Current) -> Status | None
     if stuck and not lost_reshard_nodes:
         # Nothing has failed besides what the last recovery is about, so that recovery goes on with another plan.
         context.emit("PlanOutdated", f"{message}: {describe_stuck_pods(stuck)} does not end", warning=True)
-        if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:
-            status = edit_last_recovery(status, reshard_start_time=None, reshard_end_time=None)
+        if status.changes and status.changes[-1].to_attempt == status.attempt:
+            status = edit_last_change(status, reshard_start_time=None, reshard_end_time=None)
         return _forget_plan(status)
-    if not status.recoveries or status.recoveries[-1].to_attempt != status.attempt:
+    if not status.changes or status.changes[-1].to_attempt != status.attempt:
         # No attempt has run yet, so there is nothing to recover and no restart to count.
         context.emit("PlanOutdated", message, warning=True)
         return _forget_plan(status)
@@ -151,8 +151,8 @@ def has_capacity(free: Capacity, current: Current) -> bool:
 
 def _forget_plan(status: Status) -> Status:
     status = dataclasses.replace(status, current=None)
-    if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:
-        status = edit_last_recovery(status, to="", to_attempt=0, start_mode="")
+    if status.changes and status.changes[-1].to_attempt == status.attempt:
+        status = edit_last_change(status, to="", to_attempt=0, start_mode="")
     return status
 
 
@@ -167,8 +167,8 @@ def _follow_reshard(context: Context, status: Status, current: Current) -> Statu
             oom_kills=reshard.oom_kills if reshard is not None else 0,
         )
         status = dataclasses.replace(status, reshard=reshard)
-        if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:
-            status = edit_last_recovery(status, reshard_start_time=Time(context.now))
+        if status.changes and status.changes[-1].to_attempt == status.attempt:
+            status = edit_last_change(status, reshard_start_time=Time(context.now))
         context.emit("Resharding", f"attempt {status.attempt}: {current.resume.reason}")
     if context.spec.reshard.mode == LOAD:
         loaded = _load_instead(context, status, current, "spec.reshard.mode was edited to Load")
@@ -256,8 +256,8 @@ def _load_instead(context: Context, status: Status, current: Current, why: str) 
     if commit is None or context.spec.reshard.mode not in (AUTO, LOAD):
         return None
     context.emit("LoadsCommit", f"attempt {status.attempt} loads {commit.uri} without a conversion: {why}")
-    if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:
-        status = edit_last_recovery(status, start_mode=StartMode.LOAD, reshard_end_time=Time(context.now))
+    if status.changes and status.changes[-1].to_attempt == status.attempt:
+        status = edit_last_change(status, start_mode=StartMode.LOAD, reshard_end_time=Time(context.now))
     job = context.world.job(status.attempt, RESHARD)
     reshard = status.reshard
     if reshard is not None and job is not None:
@@ -325,7 +325,7 @@ def _finish_reshard(
         pin=None,
         conditions=_set_reshard_condition(context, status, failed=False, reason="Resharded", message=resume.reason),
     )
-    if status.recoveries and status.recoveries[-1].to_attempt == status.attempt:
+    if status.changes and status.changes[-1].to_attempt == status.attempt:
         conversion = Conversion(
             mode=reshard.mode,
             bytes_read=reshard.bytes_read,
@@ -333,7 +333,7 @@ def _finish_reshard(
             seconds=reshard.seconds,
             verified=reshard.verified,
         )
-        status = edit_last_recovery(status, reshard_end_time=Time(context.now), conversion=conversion)
+        status = edit_last_change(status, reshard_end_time=Time(context.now), conversion=conversion)
     figures = _describe_conversion(reshard)
     context.emit("Resharded", f"attempt {status.attempt}: {resume.uri} is committed ({figures})")
     return status

@@ -8,7 +8,7 @@ import itertools
 from elastic_operator.api.conditions import Type, set_condition
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.spec import Spec, Strategy, TopologyChoice, spec_hash
-from elastic_operator.api.status import Current, Phase, Plan, Progress, Rejected, Status, edit_last_recovery, short
+from elastic_operator.api.status import Current, Phase, Plan, Progress, Rejected, Status, edit_last_change, short
 from elastic_operator.manifests.attempt import checkpoint_root, start_field, start_source
 from elastic_operator.observed import commit_history
 from elastic_operator.observed.capacity import Capacity, NodeCapacity
@@ -173,9 +173,9 @@ def _adopt(context: Context, status: Status, plan: Plan, topology: Topology, *, 
             generation=context.job.generation,
         ),
     )
-    if status.recoveries and status.recoveries[-1].to_attempt == 0:
-        last = status.recoveries[-1]
-        status = edit_last_recovery(
+    if status.changes and status.changes[-1].to_attempt == 0:
+        last = status.changes[-1]
+        status = edit_last_change(
             status,
             to=text,
             to_attempt=attempt,

@@ -17,7 +17,7 @@ from elastic_operator.api.status import (
     Progress,
     Recovery,
     Status,
-    edit_last_recovery,
+    edit_last_change,
 )
 from elastic_operator.api.validation import shorten
 from elastic_operator.manifests.attempt import checkpoint_root
@@ -69,7 +69,7 @@ def _record_job(context: Context, status: Status, current: Current) -> Status:
         current = dataclasses.replace(current, schedule_time=Time(context.now))
         status = end_series(context, status, current)
         if _is_open(status):
-            status = edit_last_recovery(status, schedule_time=Time(context.now))
+            status = edit_last_change(status, schedule_time=Time(context.now))
     return dataclasses.replace(status, current=current)
 
 
@@ -285,8 +285,8 @@ def _record_progress(context: Context, status: Status, lease: LeaseView) -> Stat
         current = dataclasses.replace(current, first_step_time=Time(first))
         status = dataclasses.replace(status, current=current, first_step_time=status.first_step_time or Time(first))
         if _is_open(status):
-            status = edit_last_recovery(status, first_step_time=Time(first))
-            status = edit_last_recovery(status, seconds=measure_durations(status.recoveries[-1]))
+            status = edit_last_change(status, first_step_time=Time(first))
+            status = edit_last_change(status, seconds=measure_durations(status.changes[-1]))
         context.emit("Running", _describe_start(status, current))
         if find(status.conditions, Type.CHECKPOINT_OWNED) is not None:  # set by an earlier refusal, which is over
             message = f"attempt {status.attempt} writes to {checkpoint_root(context.spec)}"
@@ -339,7 +339,7 @@ def _step_time(context: Context, old: Progress | None, lease: LeaseView) -> Time
 
 def _describe_start(status: Status, current: Current) -> str:
     text = f"attempt {status.attempt} makes steps, from step {current.resume.step} on"
-    summary = summarize_recovery(status.recoveries, len(status.recoveries) - 1) if _is_open(status) else None
+    summary = summarize_recovery(status.changes, len(status.changes) - 1) if _is_open(status) else None
     return f"{text}; {describe_recovery(summary)}" if summary is not None else text
 
 
@@ -362,9 +362,9 @@ def update_goodput(status: Status, now: float) -> Status:
         return status
     step = status.progress.step if status.progress else 0
     first = status.started_from.step if status.started_from else 0
-    measured = goodput.account(status.recoveries, start=status.first_step_time, now=now, first_step=first, step=step)
+    measured = goodput.account(status.changes, start=status.first_step_time, now=now, first_step=first, step=step)
     return dataclasses.replace(status, goodput=goodput.to_status(measured))
 
 
 def _is_open(status: Status) -> bool:
-    return bool(status.recoveries) and status.recoveries[-1].to_attempt == status.attempt
+    return bool(status.changes) and status.changes[-1].to_attempt == status.attempt

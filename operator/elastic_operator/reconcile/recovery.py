@@ -8,11 +8,11 @@ from collections.abc import Collection
 from elastic_operator.api.conditions import Type, set_condition
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.status import (
-    MAX_RECOVERIES,
     Phase,
     Recovery,
     Status,
-    edit_last_recovery,
+    add_change,
+    edit_last_change,
     short,
 )
 from elastic_operator.manifests.attempt import start_field
@@ -60,11 +60,11 @@ def recover(
         cause, f"{message.removesuffix('.')}; {_describe_ending(status, planned=planned)}", warning=not planned
     )
     if is_merged:
-        previous = status.recoveries[-1]
+        previous = status.changes[-1]
         if named and not previous.lost and not previous.planned:
             text = f"{message.removesuffix('.')}; {previous.message}"
             status = reassessment.change_cause(context, status, cause=cause, message=text, lost=named)
-        status = edit_last_recovery(
+        status = edit_last_change(
             status,
             cause=cause if named and not previous.lost else previous.cause,
             lost=tuple(sorted({*previous.lost, *named})),
@@ -76,7 +76,7 @@ def recover(
             reshard_end_time=None,
         )
     else:
-        status = dataclasses.replace(status, recoveries=(*status.recoveries, record)[-MAX_RECOVERIES:])
+        status = add_change(status, record, is_pause=cause in goodput.PAUSES)
     current, lease = status.current, context.world.leases.get(status.attempt)
     refusal = (lease.resume_error if lease else "") or _find_out_of_memory(context, status)
     # Never resume again from a commit that rank 0 could not load, whatever else has ended the attempt.
@@ -123,10 +123,10 @@ def record_stop(context: Context, status: Status, running: Collection[PodView]) 
         status: status of the job.
         running: result of `select_running_pods`.
     """
-    last = status.recoveries[-1] if status.recoveries else None
+    last = status.changes[-1] if status.changes else None
     if running or last is None or last.stop_time is not None or last.to_attempt not in (0, status.attempt):
         return status
-    return edit_last_recovery(status, stop_time=Time(context.now))
+    return edit_last_change(status, stop_time=Time(context.now))
 
 
 def record_pause(context: Context, status: Status, cause: str, message: str) -> Status:
@@ -138,14 +138,14 @@ def record_pause(context: Context, status: Status, cause: str, message: str) -> 
         cause: one of `goodput.PAUSES`.
         message: one sentence for people.
     """
-    last = status.recoveries[-1] if status.recoveries else None
+    last = status.changes[-1] if status.changes else None
     if last is None or last.first_step_time is not None:
         return status
     if last.cause in goodput.PAUSES:
         return (
             status
             if not last.to_attempt
-            else edit_last_recovery(status, to="", to_attempt=0, start_mode="", plan_time=None)
+            else edit_last_change(status, to="", to_attempt=0, start_mode="", plan_time=None)
         )
     now = Time(context.now)
     record = Recovery(
@@ -159,7 +159,7 @@ def record_pause(context: Context, status: Status, cause: str, message: str) -> 
         # The steps done so far; steps that a failure lost are counted in the record of that failure.
         last_step=status.progress.step if status.progress else 0,
     )
-    return dataclasses.replace(status, recoveries=(*status.recoveries, record)[-MAX_RECOVERIES:])
+    return add_change(status, record, is_pause=True)
 
 
 def _describe_ending(status: Status, *, planned: bool) -> str:
@@ -182,9 +182,9 @@ def is_merged_with_last(context: Context, status: Status, named: Collection[str]
         status: status of the job.
         named: nodes that are lost, or about to be.
     """
-    if not status.recoveries or status.launched:
+    if not status.changes or status.launched:
         return False
-    last = status.recoveries[-1]
+    last = status.changes[-1]
     if last.cause in goodput.PAUSES:
         return False  # the time spent suspended has a record of its own
     window = context.spec.recovery.batch_window_seconds

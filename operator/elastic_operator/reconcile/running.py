@@ -12,7 +12,7 @@ from elastic_operator.observed.observation import LeaseView
 from elastic_operator.observed.signal_kinds import Kind
 from elastic_operator.observed.signals import Signal, Verdict, detect_pod_signals
 from elastic_operator.planning import growth, planner
-from elastic_operator.reconcile import effective_spec, goodput, next_attempt, progress, recovery
+from elastic_operator.reconcile import effective_spec, next_attempt, progress, recovery
 from elastic_operator.reconcile.context import (
     Context,
     find_avoided_nodes,
@@ -327,9 +327,5 @@ def find_better(
 
 
 def _restart_seconds(status: Status) -> float:
-    measured = [
-        past.seconds["total"]
-        for past in status.recoveries
-        if "total" in past.seconds and past.cause not in goodput.PAUSES
-    ]
+    measured = [past.seconds["total"] for past in status.recoveries if "total" in past.seconds]
     return max(measured, default=RESTART_SECONDS)

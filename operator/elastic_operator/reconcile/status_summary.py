@@ -66,7 +66,7 @@ def _find_phase(context: Context, status: Status) -> tuple[str, str, str]:
     if status.terminal or (current is None and status.phase in (Phase.WAITING, Phase.SUSPENDED)):
         return status.phase, *recorded
     running = [pod for pod in select_stale_pods(context, status) if not pod.terminal]
-    cause = status.recoveries[-1].cause if status.recoveries else ""
+    cause = status.changes[-1].cause if status.changes else ""
     if status.drain is not None:
         return Phase.DRAINING, status.drain.cause, status.drain.message
     if current is None:

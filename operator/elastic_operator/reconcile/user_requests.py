@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_operator.api.status import Phase, RestartBudget, Status, edit_last_recovery
+from elastic_operator.api.status import Phase, RestartBudget, Status, edit_last_change
 from elastic_operator.reconcile import running
 from elastic_operator.reconcile.context import Context
 from reshard.contract import TrainerPhase
@@ -70,9 +70,9 @@ def handle_retry(context: Context, status: Status) -> Status:
     if status.phase != Phase.FAILED:
         # Otherwise nothing has failed: the manifest contained the annotation, or the job runs, or it is Complete.
         return _retry_conversion(context, status) if can_retry_conversion(status, context.now) else status
-    last = status.recoveries[-1] if status.recoveries else None
+    last = status.changes[-1] if status.changes else None
     if last is not None and last.first_step_time is None:
-        status = edit_last_recovery(status, to="", to_attempt=0, start_mode="", plan_time=None)
+        status = edit_last_change(status, to="", to_attempt=0, start_mode="", plan_time=None)
     context.emit(
         "RetryRequested", f"requested by hand after {status.reason}: the job goes on with a fresh restart budget"
     )

@@ -532,9 +532,10 @@ def describe_action(action: Action) -> str:
 
 def leave_out_what_is_for_people(status: Status) -> Status:
     """Return the status without fields on which no decision of the protocol depends; they would multiply the states."""
-    last = [
-        dataclasses.replace(item, message="", cause="", seconds={}, conversion=None) for item in status.recoveries[-1:]
-    ]
+    last = tuple(
+        dataclasses.replace(item, message="", cause="", seconds={}, conversion=None) for item in status.changes[-1:]
+    )
+    is_pause = status.changes[-1:] == status.pauses[-1:]
     is_reason_kept = status.phase in (Phase.WAITING, Phase.FAILED)
     return dataclasses.replace(
         status,
@@ -543,7 +544,8 @@ def leave_out_what_is_for_people(status: Status) -> Status:
         reason=status.reason if is_reason_kept else "",
         goodput={},
         plan=None,
-        recoveries=tuple(last),
+        recoveries=() if is_pause else last,
+        pauses=last if is_pause else (),
         progress=None,
         restart_budget=type(status.restart_budget)(),
         failure_counts=(),  # any pause after repeated failures may be over

@@ -67,7 +67,7 @@ def is_waiting(record: Record) -> bool:
 
 
 def _was_suspended(status: Status) -> bool:
-    return bool(status.recoveries) and status.recoveries[-1].cause == goodput.SUSPENDED
+    return bool(status.changes) and status.changes[-1].cause == goodput.SUSPENDED
 
 
 def select_ahead(job: Record, others: Iterable[Record], classes: PriorityClasses) -> Sequence[Record]:

@@ -203,12 +203,9 @@ def read_spec(resource: Mapping[str, Any]) -> tuple[Spec | None, str]:
 
 
 def recovery_reports(status: Status) -> tuple[RecoveryReport, ...]:
-    """Report all recoveries in the status, oldest first."""
-    newest = len(status.recoveries) - 1
-    return tuple(
-        _recovery(item, is_newest=position == newest and not status.terminal)
-        for position, item in enumerate(status.recoveries)
-    )
+    """Report all recoveries in the status, oldest first; pauses are none."""
+    newest = status.changes[-1] if status.changes else None
+    return tuple(_recovery(item, is_newest=item is newest and not status.terminal) for item in status.recoveries)
 
 
 def event_reports(events: Sequence[Mapping[str, Any]]) -> tuple[EventReport, ...]:

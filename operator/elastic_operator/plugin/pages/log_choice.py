@@ -86,7 +86,7 @@ def _none(name: str, status: Status, pods: Sequence[PodView], attempt: int, want
         return f"{name} has not started anything yet: `kubectl etj status {name}` says why"
     if status.phase == Phase.SUSPENDED:
         return f"{name} is suspended: its pods are gone, and their logs with them"
-    last = f"; the last one ended because {status.recoveries[-1].message}" if status.recoveries else ""
+    last = f"; the last one ended because {status.changes[-1].message}" if status.changes else ""
     return f"{name} has no training pods now (phase {status.phase}){last}"
 
 

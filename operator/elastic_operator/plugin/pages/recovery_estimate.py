@@ -41,9 +41,7 @@ def estimate_recovery(status: Status, *, stops: bool, reshards: bool, num_bytes:
         reshards: a reshard Job is needed.
         num_bytes: size of the commit that the reshard Job reads; None if it is unknown.
     """
-    finished = [
-        item for item in status.recoveries if item.first_step_time is not None and item.cause not in goodput.PAUSES
-    ]
+    finished = [item for item in status.recoveries if item.first_step_time is not None]
     rate = _rate(status)
     reshard, reshard_basis = _reshard(finished, rate, num_bytes) if reshards else (0.0, "")
     if not finished:
@@ -80,7 +78,7 @@ def _conversions(recoveries: Sequence[Recovery]) -> list[tuple[float, Conversion
 
 
 def _rate(status: Status) -> float | None:
-    done = [item.conversion for item in status.recoveries if item.conversion is not None]
+    done = [item.conversion for item in status.changes if item.conversion is not None]
     last = done[-1] if done else None
     if last is not None and last.seconds > 0 and last.bytes_written:
         return last.bytes_written / last.seconds

@@ -17,7 +17,6 @@ from elastic_operator.plugin.pages.text import (
     pluralize,
     wrap,
 )
-from elastic_operator.reconcile.goodput import PAUSES
 from reshard.errors import TopologyError
 from reshard.topology import Topology
 
@@ -121,7 +120,7 @@ def _recovery(number: int, item: RecoveryReport, now: float) -> Iterator[str]:
             what = "committed, ready to exit"
         head = "timeline" if part is item.parts[0] else ""
         yield f"   {head:<9} {reached:7.1f} s  {f'+{part.seconds:.1f}':>7}  {what}"
-    if item.state == "Open" and item.cause not in PAUSES:
+    if item.state == "Open":
         yield f"   {'':<9} {'...':>9}  {'':>7}  not over yet"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elastic_operator.api.serialization import Time
-from elastic_operator.api.status import Phase, Recovery, Rejected, Status, short
+from elastic_operator.api.status import Phase, Rejected, Status, short
 from elastic_operator.plugin.pages.job_report import read_source
 from elastic_operator.plugin.pages.job_source import JobSource
 from elastic_operator.plugin.pages.text import format_age, format_clock, format_fields, pluralize
@@ -111,15 +111,15 @@ def _decision(status: Status) -> tuple[str, float | None]:
 
 
 def _last_stop(status: Status) -> float | None:
-    return status.recoveries[-1].detect_time if status.recoveries else None
+    return status.changes[-1].detect_time if status.changes else None
 
 
 def _reasons(status: Status, now: float) -> Iterator[Reason]:
     if status.current is None or status.terminal:
         yield from _as_reason("Because", status.message, "status.message")
     yield from _drain(status)
-    if status.recoveries:
-        yield from _change(status.recoveries[-1], len(status.recoveries) - 1)
+    if status.changes:
+        yield from _change(status)
     if status.plan is not None:
         subject = "Last plan" if status.current is None else "Topology"
         yield from _as_reason(subject, status.plan.reason, "status.plan.reason")
@@ -139,9 +139,12 @@ def _drain(status: Status) -> Iterator[Reason]:
         yield from _as_reason("Because", f"{status.drain.cause}: {status.drain.message}", "status.drain.message")
 
 
-def _change(item: Recovery, position: int) -> Iterator[Reason]:
-    """Yield why the attempt before ended, from the newest recovery."""
-    source = f"status.recoveries[{position}]"
+def _change(status: Status) -> Iterator[Reason]:
+    """Yield why the attempt before ended, from the newest recovery or pause."""
+    item = status.changes[-1]
+    is_recovery = bool(status.recoveries) and status.recoveries[-1] is item
+    held = "recoveries" if is_recovery else "pauses"
+    source = f"status.{held}[{len(getattr(status, held)) - 1}]"
     kind = "planned" if item.planned else "unplanned"
     yield from _as_reason("Change", f"{item.cause} ({kind}): {item.message}", f"{source}.message")
     yield from _as_reason("Lost", ", ".join(item.lost), f"{source}.lost")

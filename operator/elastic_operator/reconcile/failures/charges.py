@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_operator.api.failure_policy import FAIL_JOB, IGNORE
-from elastic_operator.api.status import Phase, Status, edit_last_recovery
+from elastic_operator.api.status import Phase, Status, edit_last_change
 from elastic_operator.reconcile.context import Context
 from elastic_operator.reconcile.failures import budgets
 from elastic_operator.reconcile.failures.faults import Fault
@@ -20,7 +20,7 @@ def charge_recovery(context: Context, status: Status, *, message: str, fault: Fa
         message: one sentence about the failure.
         fault: what is known about its first sign.
     """
-    cause = status.recoveries[-1].cause
+    cause = status.changes[-1].cause
     if fault.action == FAIL_JOB:
         context.emit("PodFailurePolicy", f"{fault.rule}: the job fails", warning=True)
         return dataclasses.replace(
@@ -29,7 +29,7 @@ def charge_recovery(context: Context, status: Status, *, message: str, fault: Fa
     is_ignored = fault.action == IGNORE
     status = budgets.charge(context, status, cause, is_ignored=is_ignored)
     is_charged = not is_ignored and budgets.is_limited(context.spec.recovery, cause)
-    status = edit_last_recovery(status, charged=is_charged)
+    status = edit_last_change(status, charged=is_charged)
     text = "" if is_ignored else budgets.find_exceeded(status, cause)
     if text:
         context.emit("RestartBudgetExceeded", f"{text}; the last one: {message}", warning=True)
@@ -41,6 +41,6 @@ def charge_recovery(context: Context, status: Status, *, message: str, fault: Fa
 
 def revoke_charge(status: Status) -> Status:
     """Undo `charge_recovery` for the last recovery: its charge, its place in the series, and its pause."""
-    last = status.recoveries[-1]
+    last = status.changes[-1]
     status = budgets.revoke(status, last.cause, is_charged=last.charged)
-    return edit_last_recovery(status, charged=False)
+    return edit_last_change(status, charged=False)

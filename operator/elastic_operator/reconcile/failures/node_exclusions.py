@@ -40,7 +40,7 @@ def exclude_nodes(context: Context, status: Status, lost: Collection[str], cause
             reason=cause,
             since=Time(context.now),
             # The current recovery is in the list already.
-            hurts=max(1, sum(name in recovery.lost for recovery in status.recoveries)),
+            hurts=max(1, sum(name in recovery.lost for recovery in status.changes)),
         )
         for name in sorted(lost)
     ]
@@ -50,7 +50,7 @@ def exclude_nodes(context: Context, status: Status, lost: Collection[str], cause
             message = f"node {item.name} ended {item.hurts} attempts: avoided for {seconds} s"
             context.emit("NodeExcluded", message, warning=True)
     others = [item for item in status.excluded_nodes if item.name not in lost]
-    last = status.recoveries[-1]
+    last = status.changes[-1]
     if not last.blamed or last.blamed in lost:
         return (*others, *new)
     others = [item for item in others if not _is_acquitted(context, status, item)]
@@ -150,7 +150,7 @@ def _find_clean_time(context: Context, item: ExcludedNode, node: NodeView) -> Ti
 def _failures_on(context: Context, status: Status, name: str) -> list[Recovery]:
     return [
         item
-        for item in status.recoveries
+        for item in status.changes
         if item.blamed == name and context.now - (item.detect_time or 0.0) <= OFFENCE_SECONDS
     ]
 
@@ -163,7 +163,7 @@ def _count_elsewhere(context: Context, status: Status, like: Recovery) -> int:
         item.blamed not in ("", like.blamed)
         and (item.cause, item.exit_code) == (like.cause, like.exit_code)
         and context.now - (item.detect_time or 0.0) <= OFFENCE_SECONDS
-        for item in status.recoveries
+        for item in status.changes
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection
 
 from elastic_operator.api.failure_policy import FAIL_JOB, IGNORE
-from elastic_operator.api.status import Recovery, Status, edit_last_recovery
+from elastic_operator.api.status import Recovery, Status, edit_last_change
 from elastic_operator.observed.signal_kinds import Kind
 from elastic_operator.observed.signals import Signal, detect_node_signals
 from elastic_operator.reconcile.context import Context, find_lost_nodes
@@ -27,7 +27,7 @@ MESSAGE_BYTES = 1024
 
 def reassess(context: Context, status: Status) -> Status:
     """Correct cause, blame and charge of the last recovery, if its failure is recent and there is new evidence."""
-    last = status.recoveries[-1] if status.recoveries else None
+    last = status.changes[-1] if status.changes else None
     if last is None or last.planned:
         return status
     age = context.now - (last.detect_time or 0.0)
@@ -48,10 +48,10 @@ def change_cause(context: Context, status: Status, *, cause: str, message: str, 
         message: one sentence for people.
         lost: nodes that are lost, or about to be.
     """
-    status = charges.revoke_charge(_readmit(status, status.recoveries[-1]))
+    status = charges.revoke_charge(_readmit(status, status.changes[-1]))
     text = sentence(message, MESSAGE_BYTES)
-    names = tuple(sorted({*status.recoveries[-1].lost, *lost}))
-    status = edit_last_recovery(status, cause=cause, message=text, lost=names, blamed="", exit_code=None)
+    names = tuple(sorted({*status.changes[-1].lost, *lost}))
+    status = edit_last_change(status, cause=cause, message=text, lost=names, blamed="", exit_code=None)
     return charges.charge_recovery(context, status, message=message, fault=UNKNOWN)
 
 
@@ -81,10 +81,10 @@ def _blame_pods(context: Context, status: Status, last: Recovery) -> Status:
     message, fault = find_pod_fault(context, context.world.workers_ever(last.from_attempt), failure)
     if fault.failed_pods <= last.failed_pods:
         return status
-    status = edit_last_recovery(status, failed_pods=fault.failed_pods)
+    status = edit_last_change(status, failed_pods=fault.failed_pods)
     if (fault.node, fault.exit_code) != (last.blamed, last.exit_code):
         text = sentence(message, MESSAGE_BYTES)
-        status = edit_last_recovery(_readmit(status, last), message=text, blamed=fault.node, exit_code=fault.exit_code)
+        status = edit_last_change(_readmit(status, last), message=text, blamed=fault.node, exit_code=fault.exit_code)
         excluded = node_exclusions.exclude_nodes(context, status, last.lost, last.cause)
         status = dataclasses.replace(status, excluded_nodes=excluded)
     return _apply_rule(context, status, message, fault)
@@ -94,7 +94,7 @@ def _apply_rule(context: Context, status: Status, message: str, fault: Fault) ->
     if fault.action == FAIL_JOB:
         status = dataclasses.replace(charges.revoke_charge(status), current=None, drain=None, growth=None)
         return charges.charge_recovery(context, status, message=message, fault=fault)
-    if fault.action == IGNORE and status.recoveries[-1].charged:
+    if fault.action == IGNORE and status.changes[-1].charged:
         return charges.charge_recovery(context, charges.revoke_charge(status), message=message, fault=fault)
     return status
 

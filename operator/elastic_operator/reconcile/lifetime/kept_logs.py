@@ -18,7 +18,7 @@ def select_kept_attempts(context: Context, status: Status) -> frozenset[int]:
     program, and as long as they are there their nodes count as taken (`capacity_count`). Neither is an attempt that the
     operator ended for a planned change.
     """
-    failed = {past.from_attempt for past in status.recoveries if not past.planned}
+    failed = {past.from_attempt for past in status.changes if not past.planned}
     running = status.attempt if status.launched else -1
     pods: dict[int, list[PodView]] = {}
     for pod in context.world.pods:

@@ -89,7 +89,7 @@ def find_recorded(job: JobRef, status: Status, since: float) -> tuple[Notificati
 def _facts_of(status: Status) -> tuple[Any, ...]:
     """Return the fields that IDs depend on; most writes change only the progress, and need no texts."""
     hold = _find_hold(status)
-    return status.recoveries, status.phase, status.finish_time, hold and (hold[0], hold[2])
+    return status.changes, status.phase, status.finish_time, hold and (hold[0], hold[2])
 
 
 def _time(item: Notification) -> float:
@@ -97,10 +97,10 @@ def _time(item: Notification) -> float:
 
 
 def _list_facts(job: JobRef, status: Status) -> Iterator[Notification]:
-    for index in range(len(status.recoveries)):
-        summary = summarize_recovery(status.recoveries, index)
+    for index in range(len(status.changes)):
+        summary = summarize_recovery(status.changes, index)
         if summary is not None:
-            yield _tell_recovery(job, summary, status.recoveries[index].from_attempt)
+            yield _tell_recovery(job, summary, status.changes[index].from_attempt)
     if status.terminal:
         if status.finish_time is not None:
             yield _tell_end(job, status, status.finish_time)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_operator.api.serialization import Time
-from elastic_operator.api.status import Phase, Status, edit_last_recovery
+from elastic_operator.api.status import Phase, Status, edit_last_change
 from elastic_operator.reconcile import goodput, recovery, running
 from elastic_operator.reconcile.context import Context, select_running_pods
 from elastic_operator.reconcile.queueing.standing import QUEUED, Standing, must_stop
@@ -24,9 +24,9 @@ def pause_without_quota(context: Context, status: Status, standing: Standing) ->
     status = recovery.record_pause(context, status, goodput.EVICTED, standing.message)
     if select_running_pods(context, status):
         return status if status.phase != Phase.WAITING else dataclasses.replace(status, phase=Phase.STOPPING)
-    last = status.recoveries[-1] if status.recoveries else None
+    last = status.changes[-1] if status.changes else None
     if last is not None and last.cause in goodput.PAUSES and last.stop_time is None:
-        status = edit_last_recovery(status, stop_time=Time(context.now))
+        status = edit_last_change(status, stop_time=Time(context.now))
     if (status.phase, status.reason) != (Phase.WAITING, QUEUED):
         context.emit(QUEUED, standing.message)
     return dataclasses.replace(status, phase=Phase.WAITING, reason=QUEUED, message=standing.message)

@@ -13,6 +13,7 @@ from elastic_operator.api.conditions import Type, find, set_condition
 from elastic_operator.api.serialization import Time, format_time, parse_time, to_wire
 from elastic_operator.api.status import (
     MAX_COMMITS,
+    MAX_RECOVERIES,
     Checkpoint,
     Commit,
     Condition,
@@ -28,6 +29,8 @@ from elastic_operator.api.status import (
     RestartBudget,
     Resume,
     Status,
+    add_change,
+    edit_last_change,
 )
 from elastic_operator.api.status_reader import read_status
 from elastic_operator.observed import commit_history
@@ -122,3 +125,27 @@ def test_another_topology_needs_a_reshard_into_the_attempts_own_folder() -> None
     checkpoint = commit_history.add(Checkpoint(), commit(20))
     resume = commit_history.choose_resume(checkpoint, attempt=2, topology=Topology(dp=4), root="/root")
     assert (resume.uri, resume.source, resume.ready) == ("/root/a2/step-00000020", "/a1/step-00000020", False)
+
+
+def test_pauses_are_kept_apart_from_recoveries_and_in_their_order() -> None:
+    failed = Recovery(cause="PodFailed", from_attempt=1, detect_time=NOW)
+    paused = Recovery(cause="Suspended", from_attempt=1, detect_time=Time(NOW + 0.2))
+    grown = Recovery(cause="CapacityReturned", from_attempt=2, detect_time=Time(NOW + 0.4))
+    status = add_change(add_change(Status(), failed, is_pause=False), paused, is_pause=True)
+    assert edit_last_change(status, to_attempt=2).pauses[0].to_attempt == 2
+    status = add_change(status, grown, is_pause=False)
+    assert (status.recoveries, status.pauses) == ((failed, grown), (paused,))
+    # The API server keeps whole seconds of some times: the order must not depend on them.
+    assert [item.cause for item in read_status(to_wire(status)).status.changes] == [
+        "PodFailed", "Suspended", "CapacityReturned",
+    ]  # fmt: skip
+    assert [item.cause for item in edit_last_change(status, cause="x").changes] == ["PodFailed", "Suspended", "x"]
+
+
+def test_the_oldest_changes_are_dropped_whatever_they_are() -> None:
+    status = Status()
+    for attempt in range(1, MAX_RECOVERIES + 4):
+        change = Recovery(cause="c", from_attempt=attempt, detect_time=NOW)
+        status = add_change(status, change, is_pause=attempt % 3 == 0)
+    assert [item.from_attempt for item in status.changes] == list(range(4, MAX_RECOVERIES + 4))
+    assert [item.from_attempt for item in status.pauses] == [6, 9, 12]

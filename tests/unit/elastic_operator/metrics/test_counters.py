@@ -48,6 +48,7 @@ OPEN = recovery(1)
 PLANNED = recovery(1, to_attempt=2, lost_steps=7)
 DONE = dataclasses.replace(PLANNED, first_step_time=Time(30), seconds={"detect": 2.0, "load": 18.0, "total": 20.0})
 SUSPENDED = recovery(1, cause="Suspended", planned=True, first_step_time=Time(99), seconds={"stop": 5.0, "total": 80.0})
+LATER = recovery(1, cause="Suspended", planned=True, detect_time=Time(20))
 GROWN = recovery(1, planned=True, cause="CapacityReturned")
 TEN = tuple(recovery(attempt, first_step_time=Time(1), lost_steps=3) for attempt in range(1, 11))
 
@@ -121,10 +122,20 @@ TABLE: dict[str, tuple[Status, Status, dict[tuple[str, ...], float]]] = {
             ("etj_recovery_part_seconds", "load"): 18,
         },
     ),
-    "how long somebody kept it suspended is no duration of a recovery": (
-        Status(attempt=2, recoveries=(dataclasses.replace(SUSPENDED, first_step_time=None),)),
-        Status(attempt=2, recoveries=(SUSPENDED,)),
-        {("etj_recoveries_ended_total", "Suspended", "resumed"): 1},
+    "a suspension is no recovery": (
+        Status(attempt=2),
+        Status(attempt=2, pauses=(dataclasses.replace(SUSPENDED, first_step_time=None),)),
+        {},
+    ),
+    "nor is its end the end of one": (
+        Status(attempt=2, pauses=(dataclasses.replace(SUSPENDED, first_step_time=None),)),
+        Status(attempt=2, pauses=(SUSPENDED,)),
+        {},
+    ),
+    "a failure that was suspended is not over when the job goes on": (
+        Status(attempt=2, recoveries=(OPEN,), pauses=(dataclasses.replace(SUSPENDED, first_step_time=None),)),
+        Status(attempt=2, recoveries=(OPEN,), pauses=(SUSPENDED,)),
+        {},
     ),
     "the next attempt is lost too": (
         Status(attempt=2, recoveries=(PLANNED,), current=current(launch=50)),
@@ -136,11 +147,8 @@ TABLE: dict[str, tuple[Status, Status, dict[tuple[str, ...], float]]] = {
     ),
     "a failure is suspended before anything was planned: two records of one attempt": (
         Status(attempt=1, recoveries=(OPEN,)),
-        Status(attempt=1, recoveries=(OPEN, dataclasses.replace(SUSPENDED, first_step_time=None, seconds={}))),
-        {
-            ("etj_recoveries_ended_total", "PodFailed", "superseded"): 1,
-            ("etj_recoveries_started_total", "Suspended", "true"): 1,
-        },
+        Status(attempt=1, recoveries=(OPEN,), pauses=(LATER,)),
+        {("etj_recoveries_ended_total", "PodFailed", "superseded"): 1},
     ),
     "the job fails": (
         Status(attempt=1, phase=Phase.RUNNING, current=current(launch=50)),

@@ -63,7 +63,7 @@ def test_a_loss_is_told_with_cause_topologies_steps_bytes_and_seconds() -> None:
 
 def test_recoveries_come_newest_last() -> None:
     causes = [item.cause for item in recorded("suspended")[0].recoveries]
-    assert causes == ["NodeNotReady", "CapacityReturned", "ManualDrain", "Suspended"]
+    assert causes == ["NodeNotReady", "CapacityReturned", "ManualDrain"], "the suspension is none"
 
 
 def test_the_parts_of_a_recovery_add_up_to_the_time_without_training() -> None:

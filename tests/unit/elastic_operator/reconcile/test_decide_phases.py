@@ -416,7 +416,8 @@ def test_suspending_drains_then_stops_then_rests() -> None:
     third = look(second.status, Observation(nodes=WORLD.nodes), suspend=True)
     assert third.status.phase == Phase.SUSPENDED
     assert third.requeue_seconds == Timeouts().resync_seconds, "an edit is told"
-    assert [(item.cause, item.planned) for item in third.status.recoveries] == [("Suspended", True)]
+    assert [(item.cause, item.planned) for item in third.status.pauses] == [("Suspended", True)]
+    assert third.status.recoveries == (), "nothing has failed"
     fourth = look(third.status, Observation(nodes=WORLD.nodes))
     assert fourth.status.attempt == 2
     assert fourth.status.current.resume.uri == ref.uri  # type: ignore[union-attr]

@@ -197,7 +197,8 @@ def test_an_evicted_job_loses_no_step_and_no_budget_and_then_releases_its_quota(
     stopping = look(draining, in_queue(world, evicted()))
     assert stopping.status.phase == Phase.STOPPING
     assert "PatchWorkload" not in kinds(stopping)
-    (change,) = stopping.status.recoveries
+    (change,) = stopping.status.pauses
+    assert stopping.status.recoveries == ()
     assert (change.cause, change.planned, change.last_step) == (goodput.EVICTED, True, 12)
     assert stopping.status.restart_budget.used == 0
     assert stopping.status.failure_counts == ()
@@ -225,7 +226,8 @@ def test_an_evicted_job_waits_and_goes_on_with_what_it_is_admitted_for_again() -
     assert again.attempt == 2
     assert again.current is not None
     assert (again.current.num_nodes, again.current.resume.step) == (2, 12)
-    (change,) = again.recoveries
+    (change,) = again.pauses
+    assert again.recoveries == ()
     assert (change.cause, change.stop_time, change.lost_steps) == (goodput.EVICTED, Time(NOW + 5), 0)
 
 
@@ -251,7 +253,8 @@ def test_an_attempt_that_is_planned_but_not_launched_is_given_up_on_an_eviction(
     gone = dataclasses.replace(lost_node(), pods=(), jobs=(), leases={})
     status = look(converting.status, in_queue(gone, evicted())).status
     assert status.current is None
-    assert [item.cause for item in status.recoveries] == ["NodeNotReady", goodput.EVICTED]
+    assert [item.cause for item in status.changes] == ["NodeNotReady", goodput.EVICTED]
+    assert [item.cause for item in status.recoveries] == ["NodeNotReady"]
     assert status.restart_budget.used == 0
 
 

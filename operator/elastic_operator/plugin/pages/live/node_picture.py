@@ -84,7 +84,7 @@ def find_node_states(
     by_node: dict[str, list[PodView]] = {}
     for pod in workers:
         by_node.setdefault(str(pod.node), []).append(pod)
-    lost = status.recoveries[-1].lost if status.recoveries and status.recoveries[-1].first_step_time is None else ()
+    lost = status.changes[-1].lost if status.changes and status.changes[-1].first_step_time is None else ()
     avoided = {item.name for item in status.excluded_nodes}
     if nodes is None:
         names = sorted({*by_node, *lost, *avoided})

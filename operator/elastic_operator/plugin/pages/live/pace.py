@@ -66,9 +66,9 @@ def steps_per_second(status: Status) -> float | None:
 
 def track_recovery(status: Status, now: float) -> RecoveryProgress | None:
     """Return the progress of the recovery that is not over; None if there is none, or if nothing may run."""
-    if not status.recoveries or status.terminal:
+    if not status.changes or status.terminal:
         return None
-    item = status.recoveries[-1]
+    item = status.changes[-1]
     begin = item.signal_time if item.signal_time is not None else item.detect_time
     if item.first_step_time is not None or item.cause in goodput.PAUSES or begin is None:
         return None

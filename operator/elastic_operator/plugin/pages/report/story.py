@@ -177,12 +177,12 @@ def _with_status(samples: Sequence[Sample], status: Status) -> tuple[Sample, ...
 def _spans(status: Status, now: float) -> tuple[AttemptSpan, ...]:
     """Return when each attempt trained, from the recoveries on both of its sides."""
     begin: tuple[int, float, int] | None = None
-    oldest = status.recoveries[0] if status.recoveries else None
+    oldest = status.changes[0] if status.changes else None
     if status.first_step_time is not None and (oldest is None or oldest.from_attempt == 1):
         step = status.started_from.step if status.started_from is not None else 0
         begin = (1, status.first_step_time, step)
     spans = []
-    for item in status.recoveries:
+    for item in status.changes:
         end = _begin_of(item)
         if begin is not None and end is not None and end >= begin[1]:
             spans.append(_span(begin, end, item.last_step))

@@ -69,7 +69,7 @@ PLANNED = Current(topology=BIG, num_nodes=3, gpus_per_node=2, plan_time=Time(1.0
     [
         pytest.param(job("a"), True, id="too few nodes"),
         pytest.param(job("a", status=Status()), True, id="new"),
-        pytest.param(job("a", status=Status(attempt=1, recoveries=(SUSPENDED,))), True, id="resumed"),
+        pytest.param(job("a", status=Status(attempt=1, pauses=(SUSPENDED,))), True, id="resumed"),
         pytest.param(job("a", status=Status(attempt=1, recoveries=(CRASHED,))), False, id="recovers from a failure"),
         pytest.param(job("a", status=Status(attempt=1, current=PLANNED)), False, id="has a plan"),
         pytest.param(job("a", status=Status(phase=Phase.COMPLETE)), False, id="has ended"),

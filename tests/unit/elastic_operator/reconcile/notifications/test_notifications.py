@@ -122,8 +122,8 @@ TABLE: dict[str, tuple[Status, Status, list[tuple[str, str, float]]]] = {
     "and another begins": (RUNNING, dataclasses.replace(RUNNING, recoveries=(DONE, recovery(from_attempt=2))), []),
     "the oldest record goes": (dataclasses.replace(RUNNING, recoveries=(DONE, DONE)), RUNNING, []),
     "a suspension ends": (
-        Status(attempt=2, recoveries=(recovery(cause="Suspended"),)),
-        Status(attempt=2, recoveries=(recovery(cause="Suspended", first_step_time=Time(1030)),)),
+        Status(attempt=2, pauses=(recovery(cause="Suspended"),)),
+        Status(attempt=2, pauses=(recovery(cause="Suspended", first_step_time=Time(1030)),)),
         [],
     ),
     "it grows": (
