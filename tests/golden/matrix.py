@@ -176,17 +176,17 @@ def result_of(path: Path) -> tuple[Index, Mapping[str, str]]:
 
 
 @functools.cache
-def row(name: str) -> tuple[Cell, ...]:
-    """All conversions of one source."""
+def cell(name: str, target: Target) -> Cell:
+    """One conversion of one source."""
     with tempfile.TemporaryDirectory() as scratch:
-        return tuple(_cell(name, target, Path(scratch) / str(at)) for at, target in enumerate(TARGETS))
+        return _cell(name, target, Path(scratch))
 
 
 def _cell(name: str, target: Target, folder: Path) -> Cell:
     source = SOURCES[name]
     plain = re.split(" `--(like|model)`", name)[0]
     if plain != name and target.format not in _DEEPSPEEDS:
-        return row(plain)[TARGETS.index(target)]
+        return cell(plain, target)
     wanted = Conversion(
         source=source.path,
         target=folder / "there",
@@ -250,11 +250,11 @@ def render() -> str:
     lines = ["| from | " + " | ".join(target.title for target in TARGETS) + " |", "|---" * (len(TARGETS) + 1) + "|"]
     for name in SOURCES:
         words = []
-        for cell in row(name):
-            if cell.refused:
-                words.append(f"no {number(cell.refused)}")
+        for end in (cell(name, target) for target in TARGETS):
+            if end.refused:
+                words.append(f"no {number(end.refused)}")
             else:
-                words.append(f"one way {number(cell.back)}" if cell.back else "yes")
+                words.append(f"one way {number(end.back)}" if end.back else "yes")
         lines.append(f"| {name} | " + " | ".join(words) + " |")
     return "\n".join([*lines, "", *(f"{at}. {text}" for text, at in numbers.items())]) + "\n"
 
