@@ -96,13 +96,9 @@ def test_every_module_of_a_package_imports_with_its_own_extra_alone(package):
     assert int(done.stdout) >= len(list((ROOT / PACKAGES[package][0] / package).rglob("*.py"))) - 2
 
 
-@pytest.mark.parametrize(
-    ("package", "missing"), [("elastic_trainer", "isal"), ("reshard", "numpy"), ("elastic_operator", "kopf")]
-)
-def test_a_dependency_that_the_extra_does_not_name_is_noticed(package, missing):
-    extra = [item for item in EXTRAS[PACKAGES[package][1]] if not item.startswith(missing)]
-    done = import_all(package, extra)
-    assert f"No module named '{missing}" in done.stderr
+def test_a_dependency_that_the_extra_does_not_name_is_noticed():
+    extra = [item for item in EXTRAS["trainer"] if not item.startswith("isal")]
+    assert "No module named 'isal" in import_all("elastic_trainer", extra).stderr
 
 
 PROGRAMS = {"elastic-operator": "operator", "kubectl-etj": "plugin", "reshard": "reshard"}
