@@ -161,13 +161,13 @@ protocols = st.sampled_from([2, 4, 5])
 batches = st.sampled_from([2, 3, 5, 1000])
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(state=states(), protocol=protocols, batch=batches)
 def test_columns_say_what_objects_say(state, protocol, batch):
     same_both_ways(dumped(state, protocol, batch))
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(state=states(), protocol=protocols, batch=batches, chance=st.randoms(use_true_random=False))
 def test_damaged_metadata_meets_the_same_end_both_ways(state, protocol, batch, chance: random.Random):
     data = bytearray(dumped(state, protocol, batch))

@@ -70,7 +70,7 @@ def indices(draw: st.DrawFn) -> tuple[Index, int]:
     return index_of(shapes, [draw(dtypes) for _ in shapes]), world
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(case=indices(), batch=st.sampled_from([5, 100, 1 << 15]))
 @example(case=(index_of([(1100, 2), (1100 * 5 - 1, 70_000), (1099,)], ["float32"] * 3), 1100), batch=100)
 def test_a_target_in_columns_is_the_one_of_single_chunks(case, batch):
@@ -107,7 +107,7 @@ pieces = st.lists(
 )
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(tensors=st.lists(st.tuples(st.integers(1, 5), pieces), min_size=1, max_size=4), known=st.booleans())
 def test_metadata_of_any_chunks_is_written_as_one_by_one(tensors, known):
     """Several chunks of a file, in any order, as the grids of Megatron-Core have them."""

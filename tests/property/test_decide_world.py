@@ -204,7 +204,7 @@ def test_failures_of_the_infrastructure_never_spend_the_restart_budget() -> None
         assert world.status["restartBudget"]["used"] == 0
         return world
 
-    covered = play_many({**SIZES, "budget": (0,)}, INFRASTRUCTURE, 40, check=check)
+    covered = play_many({**SIZES, "budget": (0,)}, INFRASTRUCTURE, 16, check=check)
     assert not covered["RestartBudgetExceeded"]
 
 
@@ -217,7 +217,7 @@ def test_a_job_that_starts_from_a_checkpoint_of_others_ends_complete() -> None:
         assert world.status["progress"]["step"] >= STEPS
         return world
 
-    play_many({"external": ("old/global_step10",)}, FAULTS, 20, check=check)
+    play_many({"external": ("old/global_step10",)}, FAULTS, 10, check=check)
 
 
 @pytest.mark.slow
@@ -234,7 +234,7 @@ def test_a_suspended_job_comes_to_rest() -> None:
         assert not any(world.runs(pod) for pod in world.pods.values())
         return world
 
-    play_many(SIZES, FAULTS, 20, check=check)
+    play_many(SIZES, FAULTS, 10, check=check)
 
 
 def test_a_second_pass_over_an_unchanged_world_does_nothing() -> None:

@@ -122,7 +122,7 @@ def target_layout(full: np.ndarray, ranks: list[list[Box]], *, copies: int = 1) 
 
 
 @settings(
-    max_examples=examples(150),
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
