@@ -20,6 +20,7 @@ from reshard.profile.collector import collecting
 from reshard.topology import Topology
 from tests.golden.command import BF16, PIPELINE, ZERO2, ZERO3, Answer
 from tests.golden.test_reshard_processes import children, run, same_files
+from tests.randomness import some
 
 STEPS = ["index", "plan", "check source", "make files", "move", "prove", "read back", "witness", "sync", "publish"]
 
@@ -40,10 +41,17 @@ steering.decide = swing
 
 
 @pytest.mark.parametrize(
-    ("source", "to"), [(ZERO2, "dp=2,zero=2"), (ZERO3, "dp=2,zero=3"), (PIPELINE, "tp=2,dp=2"), (BF16, "dp=3")]
+    ("options", "source", "to"),
+    some(
+        (
+            (options, source, to)
+            for options in ((), ("--resume",))
+            for source, to in ((ZERO2, "dp=2,zero=2"), (ZERO3, "dp=2,zero=3"), (PIPELINE, "tp=2,dp=2"), (BF16, "dp=3"))
+        ),
+        every=3,
+    ),
 )
-@pytest.mark.parametrize("options", [(), ("--resume",)])
-def test_decisions_never_change_the_result(source: Path, to: str, options: tuple[str, ...], tmp_path: Path) -> None:
+def test_decisions_never_change_the_result(options: tuple[str, ...], source: Path, to: str, tmp_path: Path) -> None:
     assert main(["run", str(source), str(tmp_path / "plain"), "--to", to, "--quiet"]) == ExitCode.OK
     target = tmp_path / "swung"
     words = ("run", source, target, "--to", to, "--quiet", "--json", "--profile", *options)
