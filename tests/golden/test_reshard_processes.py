@@ -2,6 +2,7 @@
 
 import filecmp
 import functools
+import itertools
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from reshard.contract import ExitCode
 from reshard.execution.verify import read_digests, total_digest
 from reshard.formats import read_checkpoint
 from tests.golden.command import BF16, HERE, PIPELINE, ZERO2, ZERO3
+from tests.randomness import some
 
 CONVERSIONS = {
     "zero2": (ZERO2, "dp=2,zero=2"),
@@ -103,8 +105,7 @@ def children(folder: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("num_processes", [1, 3])
-@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize(("name", "num_processes"), some(itertools.product(CONVERSIONS, [1, 3]), every=3))
 def test_processes_make_the_same_files_as_threads(name: str, num_processes: int, target: Path, tmp_path: Path) -> None:
     source, to = CONVERSIONS[name]
     assert main(["run", str(source), str(tmp_path / "threads"), "--to", to, "--quiet"]) == ExitCode.OK
@@ -125,7 +126,7 @@ os.pwrite = in_child(kill)(os.pwrite)
 """
 
 
-@pytest.mark.parametrize("call", [0, 1, 7, 20])
+@pytest.mark.parametrize("call", some([0, 1, 7, 20], every=2))
 def test_a_process_that_is_killed_is_named_and_what_others_did_is_kept(call: int, target: Path, tmp_path: Path) -> None:
     words = ("run", ZERO2, target, "--to", "dp=2,zero=2", "--threads", 2, "--resume")
     said = run(*words, code=ExitCode.INTERNAL, prelude=KILL.format(call=call))
@@ -189,10 +190,10 @@ os.pwrite = in_child(fail)(os.pwrite)
     assert not list(target.parent.iterdir())
 
 
-@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize("name", some(CONVERSIONS, every=3))
 def test_processes_verify_what_one_does(name: str, tmp_path: Path) -> None:
     source, _ = CONVERSIONS[name]
-    said = json.loads(run("verify", source, "--json"))
+    said = json.loads(run("verify", source, "--json", "--quiet"))
     assert main(["verify", str(source), str(source)]) == ExitCode.OK
     assert said["digest"] == total_digest(read_digests(read_checkpoint(source, None)))
 
@@ -242,8 +243,10 @@ def until(found: Callable[[], object], seconds: float = 30) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("to_all", [False, True], ids=["to the command", "to its group, as a terminal does"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("number", "to_all"),
+    some(itertools.product([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], [False, True]), every=3),
+)
 def test_an_interrupted_conversion_leaves_no_process_and_no_file(
     number: signal.Signals, to_all: bool, target: Path, tmp_path: Path
 ) -> None:
