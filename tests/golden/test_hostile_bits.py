@@ -22,6 +22,7 @@ from reshard.formats.pt.reader import read
 from tests.fuzz.guard import check_error
 from tests.fuzz.mutate import ZIP_FIELDS, zip_records
 from tests.fuzz.targets import GOLDEN, STEP, checkpoints, run, undamaged
+from tests.randomness import examples
 
 FILES = sorted(path for path in GOLDEN.glob("deepspeed-0.19.8/*/*/*.pt"))
 CHOSEN = [FILES[at] for at in range(0, len(FILES), max(1, len(FILES) // 6))]
@@ -104,7 +105,8 @@ def test_a_flipped_bit_of_a_pt_file_is_named_or_harmless(path, tmp_path):
     structure = [at for at, label in enumerate(labels) if label != "used payload"]
     payload = [at for at, label in enumerate(labels) if label == "used payload"]
     outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for at in (*chance.sample(structure, min(700, len(structure))), *chance.sample(payload, 100)):
+    num_flips = min(examples(200, soak=7000), len(structure)), min(examples(40, soak=1000), len(payload))
+    for at in (*chance.sample(structure, num_flips[0]), *chance.sample(payload, num_flips[1])):
         changed = bytearray(content)
         changed[at] ^= 1 << chance.randrange(8)
         copy.write_bytes(changed)
@@ -173,7 +175,7 @@ def test_a_flipped_bit_in_any_byte_of_a_marker_is_refused(tmp_path):
     content, chance = path.read_bytes(), random.Random(2)
     assert len(content) > 1500
     for at in range(len(content)):
-        for bit in chance.sample(range(8), 2):
+        for bit in chance.sample(range(8), examples(1, soak=8)):
             changed = bytearray(content)
             changed[at] ^= 1 << bit
             path.write_bytes(changed)
