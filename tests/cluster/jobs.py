@@ -70,6 +70,7 @@ class Run:
         pod_spec: dict[str, Any] | None = None,
         name: str = "",
         labels: dict[str, str] | None = None,
+        template_labels: dict[str, str] | None = None,
         **spec: Any,
     ) -> None:
         """Create the job: `pod` changes the training container, `pod_spec` the pod around it; `labels` of the job."""
@@ -80,6 +81,7 @@ class Run:
         template = podenv.host_python({"spec": {"terminationGracePeriodSeconds": 5, "containers": [container]}})
         template["spec"]["containers"][0] |= pod or {}
         template["spec"] |= pod_spec or {}
+        template |= {"metadata": {"labels": template_labels}} if template_labels else {}
         job = {
             "apiVersion": "elastictraining.dev/v1alpha1",
             "kind": "ElasticTrainingJob",
