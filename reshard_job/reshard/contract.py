@@ -2,7 +2,6 @@
 
 Names of environment variables, Lease annotations, labels and exit codes, and the report that a reshard pod leaves in
 its termination message. Standard library only: the operator imports this and `reshard.topology`, nothing else.
-
 Everything that arrives is validated strictly, because its writer may be wrong or malicious.
 """
 
@@ -176,6 +175,7 @@ class ExitCode(enum.IntEnum):
     UNSUPPORTED = 11
     PLAN_INVALID = 12
     SOURCE_CHANGED = 13
+    SOURCE_UNAVAILABLE = 14
     TARGET_FAILED = 20
     STORAGE_FULL = 21
     NOT_OWNER = 22

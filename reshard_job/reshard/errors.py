@@ -10,9 +10,9 @@
     │   ├── UncommittedError     there is no commit marker where one is required
     │   ├── CorruptSourceError   truncated, damaged, missing or mixed files
     │   ├── SourceChangedError   other content than when the conversion began, or than was converted
-    │   ├── UnsafePickleError    a pickle that needs more than plain data
-    │   └── StoreError           an object store returned an error
-    ├── UnsupportedError         a layout or conversion that is recognized, but not supported
+    │   └── StoreError           the file system or object store returned an error
+    ├── UnsupportedError         content or a conversion that this program does not convert
+    │   └── UnsafePickleError    a pickle that needs more than plain data
     ├── PlanError                the plan does not cover the target exactly
     ├── TargetError              the target cannot be written
     │   ├── TargetTakenError     the target exists and is something else
@@ -21,10 +21,16 @@
     └── VerificationError        digests differ: the result was not committed
 
 Each class has the exit code that the command line ends with; the operator reads it from the pod's status.
+
+CorruptSourceError, and no other class, says that bytes are damaged: they contradict themselves, their index or their
+checksum. What is well formed, and is not converted, is an UnsupportedError: unknown classes and fields, other versions,
+and whatever is larger or deeper than this program reads. A framework may load it. What cannot be read now is a
+StoreError: it says nothing about the bytes, and a retry may succeed.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 
 from reshard.contract import ExitCode
@@ -71,7 +77,7 @@ class TopologyError(UsageError):
 class SourceError(ReshardError):
     """The source checkpoint cannot be used."""
 
-    exit_code = ExitCode.SOURCE_INVALID
+    exit_code = ExitCode.UNSUPPORTED
 
 
 class NotACheckpointError(SourceError):
@@ -81,9 +87,13 @@ class NotACheckpointError(SourceError):
 class UncommittedError(SourceError):
     """There is no commit marker where one is required."""
 
+    exit_code = ExitCode.SOURCE_UNAVAILABLE
+
 
 class CorruptSourceError(SourceError):
-    """Files of the source are truncated, damaged, missing or mixed."""
+    """Files of the source are truncated, damaged, missing or mixed: they contradict themselves or each other."""
+
+    exit_code = ExitCode.SOURCE_INVALID
 
 
 class SourceChangedError(SourceError):
@@ -92,7 +102,19 @@ class SourceChangedError(SourceError):
     exit_code = ExitCode.SOURCE_CHANGED
 
 
-class UnsafePickleError(SourceError):
+class StoreError(SourceError, OSError):
+    """The file system or the object store returned an error, which says nothing about the content."""
+
+    exit_code = ExitCode.SOURCE_UNAVAILABLE
+
+
+class UnsupportedError(ReshardError):
+    """The content is well formed, or the conversion is known, but this program does not convert it."""
+
+    exit_code = ExitCode.UNSUPPORTED
+
+
+class UnsafePickleError(UnsupportedError):
     """A pickle needs more than plain data.
 
     Attributes:
@@ -101,16 +123,6 @@ class UnsafePickleError(SourceError):
     """
 
     to_allow: tuple[str, ...] = ()
-
-
-class StoreError(SourceError, OSError):
-    """An object store returned an error."""
-
-
-class UnsupportedError(ReshardError):
-    """A layout or conversion is recognized, but not supported."""
-
-    exit_code = ExitCode.UNSUPPORTED
 
 
 class PlanError(ReshardError):
@@ -145,3 +157,29 @@ class VerificationError(ReshardError):
     """Digests differ, so the result was not committed."""
 
     exit_code = ExitCode.VERIFICATION_FAILED
+
+
+_CONTRADICTIONS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO}
+"""Errors of a path that is missing, or is not a file."""
+
+
+def make_read_error(
+    error: OSError, path: str, *, what: str = "cannot be read", is_indexed: bool = True
+) -> ReshardError:
+    """Make the error for a file or folder of a source that could not be read.
+
+    Args:
+        error: as raised by the operating system or a store; a `ReshardError` is returned as it is.
+        path: of the file.
+        what: what failed.
+        is_indexed: the checkpoint itself says that the path is there, so that it is damaged without it.
+    """
+    if isinstance(error, ReshardError):
+        return error
+    if error.errno == errno.ELOOP:
+        hint = "copy what it links to into the folder: cp -rL"
+        return UnsupportedError("is a symbolic link, or lies behind one", path=path, hint=hint)
+    message = f"{what}: {error.strerror or error}"
+    if is_indexed and error.errno in _CONTRADICTIONS:
+        return CorruptSourceError(message, path=path)
+    return StoreError(message, path=path, hint="check permissions and the file system; then run it again")

@@ -20,19 +20,22 @@ MAX_BYTES = 200 << 20
 CODES = {
     "UsageError": ExitCode.USAGE,
     "TopologyError": ExitCode.USAGE,
-    "SourceError": ExitCode.SOURCE_INVALID,
-    "NotACheckpointError": ExitCode.SOURCE_INVALID,
-    "UncommittedError": ExitCode.SOURCE_INVALID,
+    "SourceError": ExitCode.UNSUPPORTED,
+    "NotACheckpointError": ExitCode.UNSUPPORTED,
+    "UncommittedError": ExitCode.SOURCE_UNAVAILABLE,
+    "StoreError": ExitCode.SOURCE_UNAVAILABLE,
     "CorruptSourceError": ExitCode.SOURCE_INVALID,
-    "UnsafePickleError": ExitCode.SOURCE_INVALID,
+    "SourceChangedError": ExitCode.SOURCE_CHANGED,
     "UnsupportedError": ExitCode.UNSUPPORTED,
+    "UnsafePickleError": ExitCode.UNSUPPORTED,
     "PlanError": ExitCode.PLAN_INVALID,
     "TargetError": ExitCode.TARGET_FAILED,
     "TargetTakenError": ExitCode.TARGET_FAILED,
+    "NotOwnerError": ExitCode.NOT_OWNER,
     "StorageFullError": ExitCode.STORAGE_FULL,
     "VerificationError": ExitCode.VERIFICATION_FAILED,
 }
-"""Said once more, so that a class that changes its code is noticed."""
+"""Every class of errors, except the base; said once more, so that a class that changes its code is noticed."""
 
 
 class TooSlowError(AssertionError):

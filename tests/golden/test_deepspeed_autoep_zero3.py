@@ -64,7 +64,7 @@ def test_frozen_experts_are_refused(tmp_path):
         value["frozen_param_shapes"]["block1.experts.w3"] = value["param_shapes"][-1].pop("block1.experts.w3")
 
     edit(folder, MODEL.format(0, 0), freeze)
-    with pytest.raises(UnsupportedError, match=r"frozen experts, block1\.experts\.w3"):
+    with pytest.raises(UnsupportedError, match=r"frozen experts of AutoEP, such as block1\.experts\.w3"):
         read_checkpoint(folder, None)
 
 

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from reshard.api import plan_of, reshard
@@ -10,6 +11,7 @@ from reshard.errors import CorruptSourceError, TopologyError, UnsupportedError
 from reshard.execution.verify import read_digests
 from reshard.formats import read_checkpoint
 from reshard.formats.deepspeed.experts import Experts, find_experts
+from reshard.formats.pt.objects import Tensor, new_tensor
 from reshard.formats.pt.reader import read
 from reshard.formats.pt.writer import lay_out_pt
 from reshard.topology import Topology
@@ -307,6 +309,25 @@ def test_names_and_shapes_that_older_model_files_lack_are_those_of_the_optimizer
     assert {key: whole[key] for key in expected} == expected
 
 
+def _round(tensor: Tensor) -> Tensor:
+    bits = np.frombuffer(tensor.storage.data, dtype="<u4").astype(np.uint64)
+    halves = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return new_tensor("bfloat16", tensor.shape, halves.astype("<u2").tobytes())
+
+
+def test_older_experts_with_bf16_weights_are_converted(older, tmp_path, say):
+    """The witness, too, takes the names of master weights from the optimizer's files."""
+
+    def round_all(tensors: dict) -> None:
+        tensors.update({name: _round(tensor) for name, tensor in tensors.items() if tensor.dtype == "float32"})
+
+    edit(older, MODEL.format(0), lambda value: round_all(value["module"]))
+    for path in older.glob("layer_*"):
+        edit(older, path.name, round_all)
+    found = say.json("run", older, tmp_path / "out", "--to", "dp=2,ep=2,zero=1")
+    assert found["witness"]["not_witnessed"] == 0
+
+
 def test_older_experts_in_round_robin_order_are_refused(older):
     edit(
         older,
@@ -318,18 +339,52 @@ def test_older_experts_in_round_robin_order_are_refused(older):
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("change", "error", "text"),
     [
-        (lambda state: state["param_slice_mappings"].pop(), "param_slice_mappings has no group 3"),
-        (lambda state: state["partition_count"].__setitem__(0, 0), "partitions"),
-        (lambda state: state["param_slice_mappings"][0].clear(), "misses|disagree|elements"),
-        (lambda state: state["param_slice_mappings"][0].update({"other": 1}), "'other' has no start"),
+        (lambda state: state["param_slice_mappings"].pop(), CorruptSourceError, "param_slice_mappings has no group 3"),
+        (lambda state: state["partition_count"].__setitem__(0, 0), CorruptSourceError, "partitions"),
+        (lambda state: state["param_slice_mappings"][0].clear(), CorruptSourceError, "misses|disagree|elements"),
+        (
+            lambda state: state["param_slice_mappings"][0].update({"other": 1}),
+            UnsupportedError,
+            "'other' has no start",
+        ),
     ],
 )
-def test_older_experts_whose_optimizer_says_something_else_are_refused(older, change, text):
+def test_older_experts_whose_optimizer_says_something_else_are_refused(older, change, error, text):
     edit(older, OPTIMIZER.format(0), lambda value: change(value["optimizer_state_dict"]))
-    with pytest.raises(CorruptSourceError, match=text):
+    with pytest.raises(error, match=text):
         read_checkpoint(older, None)
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("name", ["autoep-dp2-ep2", "autoep-tp3-dp2-ep2-zero3"])
+def test_a_number_of_experts_that_disagrees_with_the_stacks_is_damage(tmp_path, name, count):
+    folder = Path(shutil.copytree(golden(name), tmp_path / STEP))
+
+    def change(value: dict) -> None:
+        for layer in value["ds_autoep_layers"]:
+            layer.update(num_experts=count, num_local_experts=count // 2, expert_placement=None)
+
+    for path in folder.glob("*mp_rank_0?_model_states.pt"):
+        if "expert" not in path.name:
+            edit(folder, path.name, change)
+    with pytest.raises(CorruptSourceError, match=f"has 2 experts on each of 2 ranks, num_experts is {count}"):
+        read_checkpoint(folder, None)
+
+
+def test_frozen_experts_of_autoep_at_stage_1_are_not_called_damage(tmp_path):
+    """DeepSpeed lists no frozen parameters at this stage; the experts have files, and are in no optimizer."""
+    folder = Path(shutil.copytree(golden("autoep-dp2-ep2"), tmp_path / STEP))
+
+    def change(value: dict) -> None:
+        for group in value["param_shapes"]:
+            for name in [name for name in group if ".experts." in name]:
+                del group[name]
+
+    edit(folder, "mp_rank_00_model_states.pt", change)
+    with pytest.raises(UnsupportedError, match=r"frozen experts of AutoEP, such as block0\.experts"):
+        read_checkpoint(folder, None)
 
 
 def test_older_experts_without_weights_are_refused(older):

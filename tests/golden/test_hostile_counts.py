@@ -58,8 +58,8 @@ def test_degrees_that_a_file_states_are_not_enumerated(values, told, tmp_path):
     folder = Path(shutil.copytree(GOLDEN / f"deepspeed-0.19.8/zero2-dp3/{STEP}", tmp_path / "s"))
     changed(folder / MODEL, values)
     error = outcome_of(lambda: index_of(folder))
-    assert isinstance(error, CorruptSourceError)
-    with pytest.raises(CorruptSourceError, match=told):
+    assert isinstance(error, CorruptSourceError if "missing" in told else UnsupportedError)
+    with pytest.raises(ReshardError, match=told):
         raise error
     assert len(error.problems) <= 50
 
@@ -170,7 +170,7 @@ def test_a_pipeline_of_any_number_of_layers_is_refused(layers):
 def test_a_multiple_that_the_vocabulary_is_none_of_is_refused():
     """It would be rounded up to a vocabulary of gigabytes."""
     info = {"original_vocab_size": 13, "padded_vocab_size": 16, "vocab_multiple": 10**9}
-    with pytest.raises(CorruptSourceError, match="no multiple of 1000000000"):
+    with pytest.raises(UnsupportedError, match="no multiple of 1000000000"):
         patterns.parse(info).padded_rows(2)
 
 
@@ -196,7 +196,7 @@ def test_impossible_numbers_of_experts_are_refused(tmp_path, name, model, key, n
     folder = Path(shutil.copytree(golden(name), tmp_path / STEP))
     for path in folder.glob(model):
         edit(folder, path.name, lambda value: [layer.update({key: number}) for layer in value["ds_autoep_layers"]])
-    with pytest.raises(CorruptSourceError, match=f"{key}={number}"):
+    with pytest.raises(UnsupportedError, match=f"{key}={number}"):
         index_of(folder)
 
 
@@ -220,5 +220,5 @@ def test_more_fused_tensors_than_rows_are_refused(tmp_path, number):
 def test_impossible_progress_is_refused_before_anything_is_written(tmp_path, key, number):
     folder = Path(shutil.copytree(golden("zero2-dp3"), tmp_path / STEP))
     edit(folder, MODEL, lambda value: value.update({key: number}))
-    with pytest.raises(CorruptSourceError, match=f"{key}: expected a whole number"):
+    with pytest.raises(UnsupportedError, match=f"{key}: expected a whole number"):
         index_of(folder)

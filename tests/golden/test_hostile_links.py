@@ -14,7 +14,7 @@ from reshard.cli.main import main
 from reshard.commits.commit import read_commit
 from reshard.commits.staging import FINISH_FILE, Sharing, hold_finish_lock, is_unfinished, staging, unfinished_folder
 from reshard.contract import ExitCode
-from reshard.errors import CorruptSourceError, NotACheckpointError, ReshardError, TargetError
+from reshard.errors import NotACheckpointError, ReshardError, TargetError, UnsupportedError
 from reshard.execution.executor import execute
 from reshard.formats import read_checkpoint
 from reshard.topology import Topology
@@ -45,7 +45,7 @@ def test_a_link_in_a_universal_checkpoint_is_not_followed(what, tmp_path):
     }[what]
     moved_aside(victim, tmp_path / "aside")
     error = outcome_of(lambda: index_of(folder))
-    assert isinstance(error, CorruptSourceError)
+    assert isinstance(error, UnsupportedError)
     assert "symbolic link" in str(error) and victim.name in str(error)
 
 
@@ -55,7 +55,7 @@ def test_a_folder_that_becomes_a_link_after_planning_is_not_followed(tmp_path):
     moved_aside(parameter(folder), tmp_path / "aside")
     (tmp_path / "out").mkdir()
     error = outcome_of(lambda: execute(plan, tmp_path / "out", sync=False))
-    assert isinstance(error, CorruptSourceError) and "is a link or not a folder" in str(error)
+    assert isinstance(error, UnsupportedError) and "lies behind one" in str(error)
 
 
 @pytest.mark.parametrize("name", ["dcp-2.13/fsdp2-flat", "megatron-0.16.1/iter_0000003"])
@@ -71,7 +71,7 @@ def test_a_linked_metadata_file_is_not_followed(name, to, tmp_path):
     elif to == "a pipe":
         os.mkfifo(tmp_path / "aside")
     error = outcome_of(lambda: index_of(folder))
-    assert isinstance(error, CorruptSourceError if to == "a file" else ReshardError)
+    assert isinstance(error, UnsupportedError if to == "a file" else ReshardError)
     assert to != "a file" or ".metadata: is a symbolic link" in str(error)
 
 

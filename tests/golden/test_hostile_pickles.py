@@ -148,8 +148,8 @@ HARMLESS = {
 REFUSED = {
     "billion laughs": (START + LAUGHS + b".", UnsafePickleError, r"unfold to 2\^41"),
     "billion laughs of lists": (START + b"]" + b"q\x000](h\x00h\x00e" * 60 + b".", UnsafePickleError, "unfold to"),
-    "billion laughs as a persistent id": (START + LAUGHS + b"Q.", CorruptSourceError, "is not a storage"),
-    "billion laughs as a key": (START + b"}" + LAUGHS + b"Ns.", CorruptSourceError, "a key is a tuple"),
+    "billion laughs as a persistent id": (START + LAUGHS + b"Q.", UnsupportedError, "is not a storage"),
+    "billion laughs as a key": (START + b"}" + LAUGHS + b"Ns.", UnsafePickleError, "a key is a tuple"),
     "billion laughs as a size": (START + b"ctorch\nSize\n" + LAUGHS + b"R.", UnsafePickleError, "unfold"),
     "billion laughs as a storage's class": (START + storage(kind=LAUGHS) + b".", UnsupportedError, "storage class"),
     "billion laughs as a storage's key": (START + storage(key=LAUGHS) + b".", CorruptSourceError, "with key"),
@@ -158,49 +158,49 @@ REFUSED = {
     "billion laughs as a shape": (START + tensor(LAUGHS, LAUGHS) + b".", CorruptSourceError, "tensor of size"),
     "billion laughs in an unknown object": (START + b"cx\ny\n" + LAUGHS + b"R.", UnsafePickleError, "unfold"),
     "deep": (START + DEEP + b".", UnsafePickleError, "more than 100 levels deep"),
-    "deep as a persistent id": (START + DEEP + b"Q.", CorruptSourceError, "is not a storage"),
+    "deep as a persistent id": (START + DEEP + b"Q.", UnsupportedError, "is not a storage"),
     "deep in a state": (START + b"cx\ny\n)R" + DEEP + b"b.", UnsafePickleError, "levels deep"),
     "a list that holds itself": (START + b"]q\x00h\x00a.", UnsafePickleError, "a list that contains itself"),
     "a dict that holds itself": (START + b"}q\x00K\x01h\x00s.", UnsafePickleError, "a dict that contains itself"),
     "an object that holds itself": (START + b"cx\ny\n)Rq\x00h\x00b.", UnsafePickleError, "contains itself"),
-    "one long tuple as a key again and again": (repeated(MANY_ZEROS, b"h\x00Ns", 12_000), CorruptSourceError,
+    "one long tuple as a key again and again": (repeated(MANY_ZEROS, b"h\x00Ns", 12_000), UnsafePickleError,
                                                 "a key is a tuple of 60000 parts"),
     "one long tuple as a key of many dicts": (
-        START + MANY_ZEROS + b"q\x000](" + b"}h\x00Ns" * 12_000 + b"e.", CorruptSourceError, "tuple of 60000 parts"),
+        START + MANY_ZEROS + b"q\x000](" + b"}h\x00Ns" * 12_000 + b"e.", UnsafePickleError, "tuple of 60000 parts"),
     "tuples of one hash": (
-        START + b"}(" + b"".join(as_pickle(pair) + b"N" for pair in colliding(100)) + b"u.", CorruptSourceError,
+        START + b"}(" + b"".join(as_pickle(pair) + b"N" for pair in colliding(100)) + b"u.", UnsafePickleError,
         "17 keys of a dict are tuples with the same hash"),
     "two equal long texts as keys in turn": (
         START + b"}" + text("x" * 200_000) + b"q\x00Ns" + text("x" * 200_000) + b"q\x01Ns" + b"h\x00Nsh\x01Ns" * 20_000
-        + b".", CorruptSourceError, "a key of 200000 characters"),
+        + b".", UnsafePickleError, "a key of 200000 characters"),
     "copies of a long torch.Size": (
         START + b"ctorch\nSize\nq\x000" + MANY_ZEROS + b"\x85q\x010](" + b"h\x00h\x01R" * 12_000 + b"e.",
-        CorruptSourceError, "a torch.Size of 60000 dims"),
+        UnsafePickleError, "a torch.Size of 60000 dims"),
     "a long text in many places": (
         START + text("x" * 100_000) + b"q\x000](" + b"h\x00" * 50_000 + b"e.", UnsafePickleError, "unfold to"),
     "long bytes in many places": (
         START + b"B" + (100_000).to_bytes(4, "little") + bytes(100_000) + b"q\x000](" + b"h\x00" * 50_000 + b"e.",
         UnsafePickleError, "unfold to"),
-    "a huge integer": (START + integer(100_000) + b".", CorruptSourceError, "an integer of 100000 bytes"),
-    "numbers that meet in a dict": (START + b"}" + as_keys(CHAINED) + b".", CorruptSourceError, "scattered numbers"),
+    "a huge integer": (START + integer(100_000) + b".", UnsafePickleError, "an integer of 100000 bytes"),
+    "numbers that meet in a dict": (START + b"}" + as_keys(CHAINED) + b".", UnsafePickleError, "scattered numbers"),
     "fractions that meet in a dict": (
         START + b"}(" + b"".join(b"G" + struct.pack(">d", number) + b"N" for number in CHAINED) + b"u.",
-        CorruptSourceError, "scattered numbers"),
+        UnsafePickleError, "scattered numbers"),
     "tuples of scattered numbers": (
-        START + b"}(" + b"".join(as_pickle((at, 7)) + b"N" for at in range(100_000)) + b"u.", CorruptSourceError,
+        START + b"}(" + b"".join(as_pickle((at, 7)) + b"N" for at in range(100_000)) + b"u.", UnsafePickleError,
         "scattered numbers"),
     "numbers that meet in a dict, each again and again": (
-        START + b"}" + as_keys(CHAINED[:8_000] + CHAINED[7_000:8_000] * 20) + b".", CorruptSourceError,
+        START + b"}" + as_keys(CHAINED[:8_000] + CHAINED[7_000:8_000] * 20) + b".", UnsafePickleError,
         "scattered numbers"),
     "keys whose hashes collide": (
         START + b"}(" + b"".join(b"\x8a\x09" + (i * (2**61 - 1)).to_bytes(9, "little") + b"N" for i in range(1, 60))
-        + b"u.", CorruptSourceError, "a key is an integer"),
+        + b"u.", UnsafePickleError, "a key is an integer"),
     "a string that is longer than the file": (START + b"\x8d" + struct.pack("<Q", 1 << 62) + b".", CorruptSourceError,
                                               "are announced"),
-    "a name of a million letters": (START + b"cos\n" + b"x" * 1_000_000 + b"\n.", CorruptSourceError, "a name of"),
+    "a name of a million letters": (START + b"cos\n" + b"x" * 1_000_000 + b"\n.", UnsafePickleError, "a name of"),
     "marks": (START + b"(" * 200_000 + b".", CorruptSourceError, "left on the stack"),
     "nothing": (b"", CorruptSourceError, "broken pickle"),
-    "a call of what is not a name": (START + MANY + b")R.", UnsafePickleError, "it calls a tuple"),
+    "a call of what is not a name": (START + MANY + b")R.", CorruptSourceError, "it calls a tuple"),
     "os.system": (START + b"cos\nsystem\n(" + text("touch executed") + b"tR.", UnsafePickleError, "os.system"),
     "builtins.eval": (START + b"cbuiltins\neval\n(" + text("1") + b"tR.", UnsafePickleError, "builtins.eval"),
     "eval of Python 2": (START + b"c__builtin__\neval\n(" + text("1") + b"tR.", UnsafePickleError, "__builtin__.eval"),

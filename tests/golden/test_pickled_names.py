@@ -13,6 +13,7 @@ from elastic_trainer.virtual import open_virtual_commit
 from reshard.api import Conversion, RunOptions, convert, index_of
 from reshard.cli.main import main
 from reshard.commits.commit import read_commit
+from reshard.contract import ExitCode
 from reshard.errors import UnsafePickleError
 from reshard.formats.pt.known_globals import KNOWN
 from reshard.formats.pt.objects import Global, Inert
@@ -37,6 +38,46 @@ ATTACKS = {
     "torch._dynamo.debug_utils.BuckTargetWriter": ("x",),
     "mine.Progress": (1,),
 }
+
+
+FOREIGN = {
+    "a dataclass": Inert("new", Global("train", "MyState"), (), {"epoch": 3}),
+    "an enumeration": Inert("reduce", Global("train", "Phase"), (2,)),
+    "a named tuple": Inert("new", Global("train", "Progress"), (3, 0.5)),
+    "a decimal": Inert("reduce", Global("decimal", "Decimal"), ("0.1",)),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_class_of_the_training_in_its_client_state_is_not_called_damage(kind, tmp_path, capsys):
+    """DeepSpeed loads `client_state={"trainer": MyState(...)}`; a checkpoint with it is sound."""
+    folder = Path(shutil.copytree(DEEPSPEED, tmp_path / "source"))
+    edit(folder, "mp_rank_00_model_states.pt", lambda value: value.update(trainer=FOREIGN[kind]))
+    code = main(["run", str(folder), str(tmp_path / "out"), "--to", "dp=2"])
+    assert code == ExitCode.UNSUPPORTED
+    name = FOREIGN[kind].target
+    assert f"--allow-global {name}" in capsys.readouterr().err
+    assert main(["run", str(folder), str(tmp_path / "out"), "--to", "dp=2", "--allow-global", str(name)]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_tensors_of_a_class_of_their_own_are_not_converted_and_the_weights_are(tmp_path, capsys):
+    """As torchao's 8-bit AdamW keeps its states; allowing the name does not help."""
+    torch = pytest.importorskip("torch")
+    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+
+    from tests.golden.quantized import OptimState8bit
+
+    states = {"exp_avg": OptimState8bit(torch.zeros(4, 3, dtype=torch.uint8), torch.ones(1)), "step": torch.tensor(3.0)}
+    saved = {"model.w": torch.ones(4, 3), **{f"optim.state.w.{key}": value for key, value in states.items()}}
+    checkpoint.save({**saved, "optim.param_groups.w.lr": 0.1}, checkpoint_id=tmp_path / "source", no_dist=True)
+    words = ["run", str(tmp_path / "source"), str(tmp_path / "out"), "--to", "dp=2"]
+    assert main(words) == ExitCode.UNSUPPORTED
+    told = capsys.readouterr().err
+    assert "tests.golden.quantized.OptimState8bit" in told and "--allow-global" not in told
+    assert "tensors of a class of their own" in told and "--states weight takes the weights alone" in told
+    assert main([*words, "--allow-global", "tests.golden.quantized.OptimState8bit"]) == ExitCode.UNSUPPORTED
+    assert main([*words, "--states", "weight"]) == 0
 
 
 def attack(name: str) -> Inert:
@@ -116,14 +157,14 @@ def own(tmp_path) -> Path:
 def test_an_allowed_name_is_carried_along_printed_and_recorded(own, tmp_path, capfd):
     target = tmp_path / "out"
     words = ["run", str(own), str(target), "--to", "dp=2"]
-    assert main(words) == UnsafePickleError.exit_code
+    assert main(words) == ExitCode.UNSUPPORTED
     assert "--allow-global mine.Progress" in capfd.readouterr().err
     assert main([*words, "--allow-global", "mine.Progress", "--allow-global", "mine.Other", "--reread"]) == 0
     assert "note: --allow-global: pickles of the result may name mine.Other, mine.Progress" in capfd.readouterr().err
     assert read_commit(target).options["allow_globals"] == "mine.Other,mine.Progress"
     assert "mine.Progress" in names_of(target)
     assert main(["verify", str(own), str(target), "--allow-global", "mine.Progress"]) == 0
-    assert main(["verify", str(own), str(target)]) == UnsafePickleError.exit_code
+    assert main(["verify", str(own), str(target)]) == ExitCode.UNSUPPORTED
 
 
 def test_the_library_takes_allowed_names(own, tmp_path):
@@ -149,7 +190,7 @@ def test_what_cannot_be_allowed_is_an_error_of_usage(name, own, tmp_path, capfd)
 
 
 def test_inspect_shows_a_checkpoint_and_lists_the_names_that_are_refused(own, capfd):
-    assert main(["inspect", str(own), "--json"]) == UnsafePickleError.exit_code
+    assert main(["inspect", str(own), "--json"]) == ExitCode.UNSUPPORTED
     told = json.loads(capfd.readouterr().out)
     (problem,) = told["problems"]
     assert problem["kind"] == "UnsafePickleError"

@@ -119,7 +119,7 @@ def test_a_folder_that_is_something_else_is_never_overwritten(tmp_path: Path) ->
     [
         ("dp=0", [], ExitCode.USAGE),
         ("dp=2,zero=2", ["--memory", "much"], ExitCode.USAGE),
-        ("dp=2,zero=2", ["--require-commit"], ExitCode.SOURCE_INVALID),
+        ("dp=2,zero=2", ["--require-commit"], ExitCode.SOURCE_UNAVAILABLE),
         ("tp=2,dp=1,zero=2", [], ExitCode.UNSUPPORTED),
     ],
 )

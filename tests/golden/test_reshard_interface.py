@@ -21,7 +21,7 @@ def test_paths_that_cannot_be_meant_are_told_apart(tmp_path: Path, say: Answer) 
     empty.mkdir()
     other.mkdir()
     (other / "thesis.tex").write_text("mine", encoding="utf-8")
-    bad = ExitCode.SOURCE_INVALID
+    bad = ExitCode.UNSUPPORTED
     for words in (["inspect", "{}"], ["verify", "{}"], ["plan", "{}", "--to", "dp=2"], ["explain", "{}", "x"]):
         for path, message in (
             (tmp_path / "gone", "there is no such folder"),
@@ -36,12 +36,12 @@ def test_paths_that_cannot_be_meant_are_told_apart(tmp_path: Path, say: Answer) 
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["inspect", "/nowhere"], 10),
+        (["inspect", "/nowhere"], 11),
         (["plan", str(PIPELINE), "--to", "tp=3"], 11),
         (["plan", str(PIPELINE), "--to", "tp=x"], 2),
         (["plan"], 2),
         (["frobnicate"], 2),
-        (["verify", "/nowhere"], 10),
+        (["verify", "/nowhere"], 11),
         (["explain", str(PIPELINE), "nothing"], 2),
         (["run", str(PIPELINE), "/dev/null/out", "--to", "dp=2"], 20),
         (["run", str(PIPELINE), "/tmp/never", "--to", "dp=2", "--memory", "lots"], 2),
@@ -82,8 +82,8 @@ def test_every_verb_reads_a_store(tmp_path: Path, say: Answer) -> None:
     say("run", source, tmp_path / "out", "--to", "dp=2,zero=2")
     say("verify", source, tmp_path / "out")
     say("explain", source, "fp32/*", "--to", "dp=2,zero=2")
-    assert "name one of them" in say("inspect", "memory://ckpt", code=ExitCode.SOURCE_INVALID)
-    assert "there is no such folder" in say("inspect", "memory://nowhere", code=ExitCode.SOURCE_INVALID)
+    assert "name one of them" in say("inspect", "memory://ckpt", code=ExitCode.UNSUPPORTED)
+    assert "there is no such folder" in say("inspect", "memory://nowhere", code=ExitCode.UNSUPPORTED)
     assert "store://" in say("inspect", "store://nowhere", code=ExitCode.USAGE)
 
 

@@ -76,7 +76,7 @@ def test_one_checkpoint_stands_for_itself(tmp_path: Path, training: Path) -> Non
 
 
 def test_what_is_not_there_is_refused_as_ever(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = run(capsys, tmp_path / "nowhere", tmp_path / "out", code=ExitCode.SOURCE_INVALID)
+    report = run(capsys, tmp_path / "nowhere", tmp_path / "out", code=ExitCode.UNSUPPORTED)
     assert "there is no such folder" in report["message"]
 
 
@@ -84,7 +84,7 @@ def test_without_the_file_nothing_is_guessed(
     tmp_path: Path, training: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (training / "latest").unlink()
-    report = run(capsys, training, tmp_path / "out", code=ExitCode.SOURCE_INVALID)
+    report = run(capsys, training, tmp_path / "out", code=ExitCode.UNSUPPORTED)
     assert "holds 2 checkpoints, and is none itself" in report["message"]
 
 
@@ -93,7 +93,7 @@ def test_a_file_that_names_no_checkpoint_is_refused_and_no_other_is_taken(
     tmp_path: Path, training: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     (training / "latest").write_text(text)
-    report = run(capsys, training, tmp_path / "out", code=ExitCode.SOURCE_INVALID)
+    report = run(capsys, training, tmp_path / "out", code=ExitCode.UNSUPPORTED)
     assert "there is no checkpoint of that name" in report["message"]
     assert f"for instance {training / 'global_step10'}" in report["message"]
     assert not (tmp_path / "out").exists()
@@ -113,9 +113,9 @@ def test_such_a_link_out_of_the_folder_is_refused_by_name_and_a_hint_does_withou
     (training / "hop").symlink_to("../secret")
     (training / "latest").unlink()
     (training / "latest").symlink_to(to)
-    report = run(capsys, training, training.parent / "out", code=ExitCode.SOURCE_INVALID)
+    report = run(capsys, training, training.parent / "out", code=ExitCode.UNSUPPORTED)
     assert report["error"]["path"] == str(training / "latest")
     assert "is a link that leads out of its folder" in report["error"]["message"]
     assert "copy what it links to" in report["error"]["hint"] and "password" not in str(report)
-    assert main(["inspect", str(training)]) == ExitCode.SOURCE_INVALID
+    assert main(["inspect", str(training)]) == ExitCode.UNSUPPORTED
     assert f"for instance {training / 'global_step10'}" in capsys.readouterr().err

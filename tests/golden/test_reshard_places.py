@@ -50,7 +50,7 @@ def closed(tmp_path: Path) -> Path:
 def test_a_source_behind_a_closed_door_is_named(closed: Path, say: Answer, words: list[str]) -> None:
     verb, *more = words
     with nobody():
-        found = say.json(verb, closed / "ckpt", *more, code=ExitCode.SOURCE_INVALID)
+        found = say.json(verb, closed / "ckpt", *more, code=ExitCode.SOURCE_UNAVAILABLE)
     assert found["error"]["message"] == "cannot be read: Permission denied"
     assert found["error"]["path"] == str(closed / "ckpt")
 
@@ -80,7 +80,7 @@ def test_a_link_that_leads_nowhere_says_where_it_leads(tmp_path: Path, say: Answ
     (tmp_path / "loop").symlink_to("loop")
     for name, goal in (("link", "nowhere"), ("loop", "loop")):
         told = f"{tmp_path}/{name}: is a symbolic link to {goal}, which is not there"
-        assert told in say("inspect", tmp_path / name, code=ExitCode.SOURCE_INVALID)
+        assert told in say("inspect", tmp_path / name, code=ExitCode.UNSUPPORTED)
         for target in (tmp_path / name, tmp_path / name / "out"):
             assert told in say("run", ZERO2, target, "--to", "dp=2", code=ExitCode.TARGET_FAILED)
 
@@ -112,12 +112,12 @@ def test_an_unfinished_result_is_no_source(tmp_path: Path, say: Answer) -> None:
     process.wait()
     folder = left[0].parent
     for words in (["inspect", folder], ["verify", folder], ["run", folder, tmp_path / "x", "--format", "dcp"]):
-        assert "is the unfinished result of a run" in say(*words, code=ExitCode.SOURCE_INVALID)
-    assert f"{folder.name} in it is unfinished" in say("inspect", tmp_path, code=ExitCode.SOURCE_INVALID)
+        assert "is the unfinished result of a run" in say(*words, code=ExitCode.UNSUPPORTED)
+    assert f"{folder.name} in it is unfinished" in say("inspect", tmp_path, code=ExitCode.UNSUPPORTED)
 
 
 def test_a_template_that_is_not_there_is_named(tmp_path: Path, say: Answer) -> None:
-    found = say("plan", ZERO2, "--to", "dp=2", "--like", tmp_path / "gone", code=ExitCode.SOURCE_INVALID)
+    found = say("plan", ZERO2, "--to", "dp=2", "--like", tmp_path / "gone", code=ExitCode.UNSUPPORTED)
     assert f"{tmp_path}/gone: there is no such folder" in found
 
 
@@ -127,7 +127,7 @@ def test_a_virtual_commit_that_has_lost_its_source_says_so(tmp_path: Path, say: 
     say("run", source, target, "--to", "dp=2", "--mode", "virtual")
     source.rename(tmp_path / "elsewhere")
     for words in (["inspect", target], ["verify", target], ["run", target, tmp_path / "out", "--to", "dp=3"]):
-        error = say.json(*words, code=ExitCode.SOURCE_INVALID)["error"]
+        error = say.json(*words, code=ExitCode.SOURCE_UNAVAILABLE)["error"]
         assert error["path"] == str(target)
         assert error["message"] == f"is a virtual commit whose bytes are in {source}, which is not there"
 
@@ -161,7 +161,7 @@ def test_weights_are_not_taken_for_the_training_that_lies_beside_them(
     trainers_folder: Path, tmp_path: Path, say: Answer, verb: str
 ) -> None:
     out = tmp_path / "out" / "step"
-    found = say.json(verb, trainers_folder, out, "--to", "dp=2", code=ExitCode.SOURCE_INVALID)["error"]
+    found = say.json(verb, trainers_folder, out, "--to", "dp=2", code=ExitCode.UNSUPPORTED)["error"]
     assert "holds weights, and the state of the training in a folder beside them" in found["message"]
     assert f"name that folder, {trainers_folder / 'global_step2'}" in found["hint"]
     assert "--format safetensors" in found["hint"]

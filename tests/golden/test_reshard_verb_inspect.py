@@ -85,8 +85,8 @@ def test_a_marker_that_cannot_be_read_is_a_problem(tmp_path: Path, say: Answer) 
 def test_of_many_checkpoints_the_latest_is_proposed(tmp_path: Path, say: Answer) -> None:
     for step in (9, 10):
         shutil.copytree(ZERO2, tmp_path / f"global_step{step}")
-    assert f"for instance {tmp_path}/global_step10" in say("inspect", tmp_path, code=ExitCode.SOURCE_INVALID)
+    assert f"for instance {tmp_path}/global_step10" in say("inspect", tmp_path, code=ExitCode.UNSUPPORTED)
     (tmp_path / "latest").write_text("global_step9\n", encoding="utf-8")
-    text = say("inspect", tmp_path, code=ExitCode.SOURCE_INVALID)
+    text = say("inspect", tmp_path, code=ExitCode.UNSUPPORTED)
     assert "holds 2 checkpoints" in text
     assert f"for instance {tmp_path}/global_step9" in text

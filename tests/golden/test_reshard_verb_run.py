@@ -144,9 +144,9 @@ def test_a_run_whose_source_was_removed_when_it_was_done_is_done(tmp_path: Path,
     shutil.rmtree(source)
     assert "already converted and committed; the source is gone" in say("run", source, target, "--to", to)
     for other in (["dp=3"], ["dp=2,zero=1"], [to, "--states", "fp32"], [to, "--format", "dcp"]):
-        assert "there is no such folder" in say("run", source, target, "--to", *other, code=ExitCode.SOURCE_INVALID)
+        assert "there is no such folder" in say("run", source, target, "--to", *other, code=ExitCode.UNSUPPORTED)
     max(target.glob("*.pt")).unlink()
-    assert "there is no such folder" in say("run", source, target, "--to", to, code=ExitCode.SOURCE_INVALID)
+    assert "there is no such folder" in say("run", source, target, "--to", to, code=ExitCode.UNSUPPORTED)
 
 
 def test_a_damaged_result_is_not_taken_for_done_when_it_is_read_again(tmp_path: Path, say: Answer) -> None:

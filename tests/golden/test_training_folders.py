@@ -142,12 +142,12 @@ def test_a_killed_run_is_resumed(tmp_path: Path, trainer: Path, say: Answer) -> 
 def test_a_link_beside_the_checkpoint_is_refused(tmp_path: Path, trainer: Path, say: Answer) -> None:
     (tmp_path / "secret").write_text("secret")
     (trainer / "notes.txt").symlink_to(tmp_path / "secret")
-    found = say.json("run", trainer, tmp_path / "out", "--to", "dp=2", code=ExitCode.SOURCE_INVALID)["error"]
+    found = say.json("run", trainer, tmp_path / "out", "--to", "dp=2", code=ExitCode.UNSUPPORTED)["error"]
     assert found["path"] == str(trainer / "notes.txt")
     assert "is a symbolic link" in found["message"]
     (trainer / "notes.txt").unlink()
     os.mkfifo(trainer / "pipe")
-    found = say.json("run", trainer, tmp_path / "out", "--to", "dp=2", code=ExitCode.SOURCE_INVALID)["error"]
+    found = say.json("run", trainer, tmp_path / "out", "--to", "dp=2", code=ExitCode.UNSUPPORTED)["error"]
     assert "is a pipe" in found["message"]
 
 
@@ -178,7 +178,7 @@ def test_the_newest_checkpoint_of_a_training_folder_is_the_one_inside(trainer: P
 
 def test_several_checkpoints_inside_are_no_unit(tmp_path: Path, accelerate: Path, say: Answer) -> None:
     shutil.copytree(accelerate / "pytorch_model", accelerate / "pytorch_model_1")
-    found = say.json("run", accelerate, tmp_path / "out", "--to", "dp=2", code=ExitCode.SOURCE_INVALID)["error"]
+    found = say.json("run", accelerate, tmp_path / "out", "--to", "dp=2", code=ExitCode.UNSUPPORTED)["error"]
     assert "holds 2 checkpoints, and is none itself" in found["message"]
 
 
@@ -214,7 +214,7 @@ def test_a_damaged_latest_names_no_checkpoint(tmp_path: Path, trainer: Path, say
     (trainer / "model.safetensors").unlink()
     for text in ("global_step3", "../checkpoint-2/global_step2", "", "\xff"):
         (trainer / "latest").write_bytes(text.encode("latin-1"))
-        found = say.json("run", trainer, tmp_path / "out", "--to", "dp=2", code=ExitCode.SOURCE_INVALID)["error"]
+        found = say.json("run", trainer, tmp_path / "out", "--to", "dp=2", code=ExitCode.UNSUPPORTED)["error"]
         assert "holds 1 checkpoint, and is none itself" in found["message"]
 
 
@@ -222,7 +222,7 @@ def test_a_link_to_the_checkpoint_inside_is_not_followed(tmp_path: Path, trainer
     (trainer / "model.safetensors").unlink()
     (trainer / "global_step2").rename(tmp_path / "elsewhere")
     (trainer / "global_step2").symlink_to(tmp_path / "elsewhere")
-    say.json("run", trainer, tmp_path / "out", "--to", "dp=2", code=ExitCode.SOURCE_INVALID)
+    say.json("run", trainer, tmp_path / "out", "--to", "dp=2", code=ExitCode.UNSUPPORTED)
 
 
 def test_files_of_an_unfinished_run_are_not_carried(tmp_path: Path, trainer: Path, say: Answer) -> None:
@@ -252,7 +252,7 @@ def test_memory_does_not_grow_with_the_files_beside(trainer: Path) -> None:
 @pytest.mark.parametrize("name", [b"\xff.txt", b"a\nb.txt"])
 def test_a_name_that_no_commit_can_state_is_refused(tmp_path: Path, trainer: Path, say: Answer, name: bytes) -> None:
     (trainer / os.fsdecode(name)).write_bytes(b"1")
-    found = say.json("plan", trainer, tmp_path / "out", "--to", "dp=2", code=ExitCode.SOURCE_INVALID)["error"]
+    found = say.json("plan", trainer, tmp_path / "out", "--to", "dp=2", code=ExitCode.UNSUPPORTED)["error"]
     assert "no plain text" in found["message"]
 
 

@@ -91,7 +91,7 @@ def _resolve_virtual(path: Path) -> tuple[Path, str]:
     """Return the folder that holds a checkpoint's bytes, and a note if that is the source of a virtual commit."""
     try:
         commit = read_commit(path)
-    except SourceError:
+    except (SourceError, UnsupportedError):
         return path, ""
     if commit.format != VIRTUAL:
         return path, ""

@@ -144,7 +144,7 @@ def _commit(path: Path, problems: list[Problem], notes: list[str]) -> tuple[Comm
     try:
         check_files(path, commit)
     except ReshardError as error:
-        problems += [_corrupt(message, error.hint) for message in error.problems]
+        problems += [_corrupt(message, error.hint) for message in error.problems] or [_problem(error)]
         return commit, "damaged"
     return commit, "intact"
 

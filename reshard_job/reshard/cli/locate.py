@@ -14,7 +14,16 @@ from reshard.commits.root_owner import read_owner
 from reshard.commits.staging import is_unfinished, unfinished_folder
 from reshard.commits.takeover import find_job_commits
 from reshard.contract import COMMIT_FILE
-from reshard.errors import NotACheckpointError, NotOwnerError, ReshardError, SourceError, TargetError, UsageError
+from reshard.errors import (
+    NotACheckpointError,
+    NotOwnerError,
+    ReshardError,
+    SourceError,
+    TargetError,
+    UnsupportedError,
+    UsageError,
+    make_read_error,
+)
 from reshard.folders import find_inner, find_training_folder, is_checkpoint
 from reshard.formats import FORMATS, WEIGHT_FORMATS, format_of, known_formats, recognise
 
@@ -35,7 +44,7 @@ def check_source(path: Path) -> None:
     except ReshardError:
         raise
     except OSError as error:
-        raise NotACheckpointError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
+        raise make_read_error(error, str(path), is_indexed=False) from error
 
 
 def find_training_states(path: Path) -> list[str]:
@@ -153,7 +162,7 @@ def find_newest(path: Path) -> Path:
             return max(_commits(path), default=(0, 0, path))[2]
         tags = find_checkpoints(path)
     except OSError as error:
-        raise NotACheckpointError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
+        raise make_read_error(error, str(path), is_indexed=False) from error
     if name in tags:
         return path / name
     raise NotACheckpointError(
@@ -172,7 +181,7 @@ def _commits(path: Path) -> Iterator[tuple[int, int, Path]]:
     """
     commits: list[tuple[str, tuple[int, int, Path]]] = []
     for attempt, folder in find_job_commits(path):
-        with contextlib.suppress(SourceError):  # a damaged marker does not count
+        with contextlib.suppress(SourceError, UnsupportedError):  # a damaged marker does not count
             commit = read_commit(folder)
             commits.append((commit.owner, (commit.step, attempt, folder)))
     owner = None

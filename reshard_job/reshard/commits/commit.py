@@ -21,10 +21,13 @@ from reshard.contract import COMMIT_FILE, UNCONFIRMED_FILE, CommitRef
 from reshard.errors import (
     CorruptSourceError,
     ReshardError,
+    StoreError,
     TargetError,
     TargetTakenError,
     UncommittedError,
+    UnsupportedError,
     UsageError,
+    make_read_error,
 )
 from reshard.storage.durable import file_crc32, replace_file, sync_folder
 from reshard.topology import Topology
@@ -150,14 +153,14 @@ def read_commit(folder: str | Path) -> Commit:
     try:
         num_bytes = _regular_bytes(path)
         if num_bytes > _MAX_MARKER_BYTES:
-            raise CorruptSourceError(f"has {num_bytes} bytes: at most {_MAX_MARKER_BYTES} are read", path=str(path))
+            raise UnsupportedError(f"has {num_bytes} bytes: at most {_MAX_MARKER_BYTES} are read", path=str(path))
         content = path.read_bytes()
     except FileNotFoundError as error:
         raise UncommittedError(
             f"no {COMMIT_FILE}: the checkpoint was never completed", path=str(folder), hint="use an earlier commit"
         ) from error
     except OSError as error:
-        raise CorruptSourceError(f"cannot be read: {error}", path=str(path)) from error
+        raise make_read_error(error, str(path)) from error
     return _decode(content, path)
 
 
@@ -169,7 +172,11 @@ def _decode(content: bytes, path: Path) -> Commit:
     """
     try:
         value = json.loads(content.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse)
-        commit = _parse(value, path)
+        try:
+            commit = _parse(value, path)
+        except UnsupportedError:  # a damaged version is no newer one
+            self_checksum.check_self_checksum(content, value)
+            raise
         self_checksum.check_self_checksum(content, value)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         what = f"{error!s:.200}" if type(error) is ValueError else f"{type(error).__name__}: {error!s:.200}"
@@ -185,8 +192,10 @@ def _parse(value: Any, path: Path) -> Commit:
     """Parse a commit from its JSON value; several classes of error are raised for invalid values."""
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, found a {type(value).__name__}")
-    if type(version := value["version"]) is not int or version != COMMIT_VERSION:
-        raise CorruptSourceError(f"version {version!r:.40}: this program reads {COMMIT_VERSION}", path=str(path))
+    if type(version := value["version"]) is not int:
+        raise ValueError(f"version {version!r:.40}: expected a whole number")
+    if version != COMMIT_VERSION:
+        raise UnsupportedError(f"version {version}: this program reads {COMMIT_VERSION}", path=str(path))
     files = tuple(
         CommittedFile(
             path=_inside(_of(str, file, "path"), path),
@@ -316,7 +325,7 @@ def source_of(folder: Path, commit: Commit) -> Path:
                 path=str(virtual),
                 hint="a virtual commit lives no longer than its source: put that back, or use another commit",
             ) from error
-    raise CorruptSourceError(f"leads through more than {_LONGEST_CHAIN} virtual commits", path=str(folder))
+    raise UnsupportedError(f"leads through more than {_LONGEST_CHAIN} virtual commits", path=str(folder))
 
 
 def is_vacant(folder: Path) -> bool:
@@ -345,7 +354,7 @@ def taken_error(folder: Path) -> TargetTakenError:
         what = f": it holds step {commit.step} as {commit.format} {commit.topology}{origin}, made at {commit.created}"
     except UncommittedError:
         what = ": it has no " + COMMIT_FILE
-    except CorruptSourceError as error:
+    except ReshardError as error:
         what = f": {error.message}"
     return TargetTakenError(
         f"exists and is not the result of this conversion{what}",
@@ -368,6 +377,8 @@ def check_files(folder: str | Path, commit: Commit, *, crc: bool = False) -> Non
             _check_parents(root, file.path, folders)
             num_bytes = _regular_bytes(path)
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and isinstance(failure := make_read_error(error, str(path)), StoreError):
+                raise failure from error
             problems.append(f"{file.path}: {getattr(error, 'strerror', None) or error}")
             continue
         if num_bytes != file.num_bytes:

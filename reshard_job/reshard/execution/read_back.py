@@ -6,7 +6,7 @@ from pathlib import Path
 
 from reshard.checksums.digest import finish_digest, to_hex
 from reshard.commits.commit import Commit
-from reshard.errors import SourceError, VerificationError
+from reshard.errors import SourceError, UnsupportedError, VerificationError
 from reshard.execution.placement import check_placement
 from reshard.execution.verify import compare_digests, read_digests
 from reshard.folders import read_checkpoint
@@ -42,7 +42,7 @@ def read_back(staging: Path, plan: Plan, commit: Commit, *, reread: bool) -> Non
         compare_digests(
             commit.digests, {key: actual[key] for key in actual if key in commit.digests or key not in zero}
         )
-    except SourceError as error:
+    except (SourceError, UnsupportedError) as error:
         raise VerificationError(
             f"what was written reads back differently: nothing was published ({error.message})",
             path=str(staging),

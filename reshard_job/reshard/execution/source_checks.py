@@ -123,7 +123,7 @@ def check_digests(plan: Plan, digests: Mapping[str, str], *, has_patterns: bool)
     index = plan.index
     try:
         committed = read_commit(index.root).digests
-    except SourceError:
+    except (SourceError, UnsupportedError):
         return
     own = [index.own_key(tensor.key) for tensor in index.tensors]
     if has_patterns:
@@ -206,7 +206,7 @@ def _refuse_damaged_of(root: Path, opened: Sequence[str]) -> None:
     """Compare the files that were opened last with the commit; the reader failed on one of them."""
     try:
         stated = {f"{root}/{file.path}": file for file in read_commit(root).files}
-    except SourceError:
+    except (SourceError, UnsupportedError):
         return
     files, left = [], _BLAMED_BYTES
     for path in reversed(opened):

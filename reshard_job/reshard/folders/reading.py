@@ -13,7 +13,7 @@ from reshard.commits.commit import Commit, check_files, read_commit
 from reshard.commits.latest import FILES, read_name
 from reshard.commits.staging import FINISH_FILE, is_unfinished
 from reshard.contract import COMMIT_FILE
-from reshard.errors import NotACheckpointError, UncommittedError, UsageError
+from reshard.errors import NotACheckpointError, UncommittedError, UsageError, make_read_error
 from reshard.folders.stacks import STACKS, Stack
 from reshard.folders.writing import wrap
 from reshard.storage.files import open_file
@@ -194,4 +194,4 @@ def _open_to_carry(path: Path, root: Path) -> int:
         with open_file(path, root=root) as file:
             return file.num_bytes
     except OSError as error:
-        raise NotACheckpointError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
+        raise make_read_error(error, str(path), is_indexed=False) from error

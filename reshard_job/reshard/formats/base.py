@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from reshard.commits.commit import Commit
-from reshard.errors import CorruptSourceError, ReshardError, TopologyError, UsageError
+from reshard.errors import ReshardError, TopologyError, UnsupportedError, UsageError
 from reshard.tensors.layout import Index, TargetLayout
 from reshard.topology import Topology
 
@@ -51,7 +51,7 @@ def stated_topology(path: str, *, tp: int = 1, pp: int = 1, dp: int = 1, cp: int
         topology = Topology(tp=tp, pp=pp, dp=dp, cp=cp, zero=zero)
         topology.refuse_partitioned_pipeline()
     except TopologyError as error:
-        raise CorruptSourceError(f"states impossible degrees of parallelism: {error.message}", path=path) from error
+        raise UnsupportedError(f"states impossible degrees of parallelism: {error.message}", path=path) from error
     return topology
 
 
@@ -130,7 +130,7 @@ def understood(folder: Path, writer: str, *, instead: str, also: tuple[type[Exce
     except ReshardError:
         raise
     except foreign as error:
-        raise CorruptSourceError(
+        raise UnsupportedError(
             f"holds something that {writer} does not write ({type(error).__name__}: {error})",
             path=str(folder),
             hint=f"{instead}; if {writer} loads this one, report it as a bug of reshard",

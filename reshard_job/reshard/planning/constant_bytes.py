@@ -17,7 +17,7 @@ from typing import overload
 
 import numpy as np
 
-from reshard.errors import CorruptSourceError
+from reshard.errors import CorruptSourceError, make_read_error
 from reshard.storage.files import Bytes, open_file
 from reshard.tensors.intervals import Int64Array
 
@@ -178,9 +178,7 @@ class CarriedRanges(Sequence[FixedRange]):
             with open_file(self.root / self.path, root=self.root) as file:
                 content = file.read(length, start)
         except OSError as error:
-            raise CorruptSourceError(
-                f"cannot be read: {error.strerror or error}", path=str(self.root / self.path)
-            ) from error
+            raise make_read_error(error, str(self.root / self.path)) from error
         if len(content) != length:
             raise CorruptSourceError(
                 f"has fewer than the {self.num_bytes} bytes that it had when it was indexed",

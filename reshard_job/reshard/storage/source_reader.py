@@ -16,7 +16,7 @@ import numpy as np
 
 from reshard.checksums import crc
 from reshard.checksums.crc import CrcRange
-from reshard.errors import CorruptSourceError, SourceChangedError
+from reshard.errors import CorruptSourceError, SourceChangedError, make_read_error
 from reshard.profile.clock import UNTIMED, Phase, PhaseClock
 from reshard.storage.files import Bytes, File, LocalFile, open_file
 from reshard.storage.object_store import RemoteFile, fetch_ranges
@@ -104,9 +104,8 @@ class SourceReader:
             try:
                 count = source.read_into(target[done:], position + done)
             except OSError as error:
-                raise CorruptSourceError(
-                    f"cannot be read at byte {position + done}: {error}", path=self._path(number)
-                ) from error
+                where = f"cannot be read at byte {position + done}"
+                raise make_read_error(error, self._path(number), what=where) from error
             if count == 0:
                 raise self._truncated_error(number, position + done, position + len(target))
             done += count
@@ -178,7 +177,7 @@ class SourceReader:
             try:
                 contents = fetch_ranges(remote)
             except OSError as error:
-                raise CorruptSourceError(f"cannot be read: {error}", path=str(error.filename or self._root)) from error
+                raise make_read_error(error, str(error.filename or self._root)) from error
         for (file, start, end), content in zip(ranges, contents, strict=True):
             if len(content) != end - start:
                 raise self._truncated_error(file, start + len(content), end)
@@ -300,7 +299,7 @@ class SourceReader:
         try:
             source = open_file(self._root / self._files[file].path, root=self._root)
         except OSError as error:
-            raise CorruptSourceError(f"cannot be opened: {error.strerror or error}", path=self._path(file)) from error
+            raise make_read_error(error, self._path(file), what="cannot be opened") from error
         expected = self._files[file].identity
         is_stated = self._files[file].crc32 is not None
         if expected is not None and (why := expected.difference(source.identity, is_stated=is_stated)):

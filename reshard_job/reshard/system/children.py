@@ -7,7 +7,7 @@ import os
 import signal
 import traceback
 
-from reshard.errors import CorruptSourceError, ReshardError
+from reshard.errors import ReshardError, StoreError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -28,9 +28,9 @@ def make_picklable(error: BaseException) -> BaseException:
 def process_end_error(code: int) -> ReshardError:
     """Make the error for a process that ended with this exit code and sent no answer."""
     if code == -signal.SIGBUS:
-        return CorruptSourceError(
+        return StoreError(
             "a file of the source became shorter, or could not be read, while it was converted",
-            hint="nothing was published; convert it again when nobody writes to it, or use an earlier commit",
+            hint="nothing was published; convert it again when nobody writes to it",
         )
     how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
     return ReshardError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard.errors import CorruptSourceError
+from reshard.errors import UnsupportedError
 from reshard.formats.dcp.items import to_plain
 from reshard.tensors.layout import ParamGroup, Plain
 
@@ -50,7 +50,7 @@ def find_groups(
     numbers = sorted({owner for owner, _ in listed})
     problems += [f"param_groups.{number} has no params" for number in numbers if number not in members]
     if problems:
-        raise CorruptSourceError("cannot tell the optimizer's parameter groups", path=where, problems=problems[:20])
+        raise UnsupportedError("cannot tell the optimizer's parameter groups", path=where, problems=problems[:20])
     if numbers:
         return tuple(_build_group(members[number], options[number], scalars) for number in numbers)
     alike: dict[str, list[str]] = {}

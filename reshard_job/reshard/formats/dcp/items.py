@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.errors import CorruptSourceError, UnsupportedError, make_read_error
 from reshard.formats.dcp.alike import Pattern, learn_pattern
 from reshard.formats.dcp.archive import Window, read_directory
 from reshard.formats.dcp.metadata import Entry, Place
 from reshard.formats.pt.archive import Entry as ZipEntry
-from reshard.formats.pt.objects import Tensor
+from reshard.formats.pt.objects import Inert, Tensor
 from reshard.formats.pt.reader import build
 from reshard.storage.files import File, open_file
 from reshard.tensors.geometry import Box
@@ -115,7 +115,8 @@ class Items:
             return dataclasses.replace(known[1], storage=storage), entries, entry.name
         value, storages = build(pickled, entries, window.where)
         if not isinstance(value, Tensor):
-            raise CorruptSourceError(f"{window.where}: holds a {type(value).__name__}, expected a tensor")
+            kind = UnsupportedError if isinstance(value, Inert) else CorruptSourceError
+            raise kind(f"{window.where}: holds a {type(value).__name__}, expected a tensor")
         key = next(key for key, item in storages.items() if item is value.storage)
         self._known[pickled] = (key, value)
         return value, entries, f"data/{key}"
@@ -194,7 +195,7 @@ class Items:
             try:
                 self._current = (name, open_file(path))
             except OSError as error:
-                raise CorruptSourceError(f"cannot be opened: {error.strerror or error}", path=str(path)) from error
+                raise make_read_error(error, str(path), what="cannot be opened") from error
         return self._current[1]
 
     def _close(self) -> None:

@@ -8,12 +8,11 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py (`_StorageInf
 from __future__ import annotations
 
 import dataclasses
-import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.errors import CorruptSourceError, UnsupportedError, make_read_error
 from reshard.formats.dcp.chunks import EntryChunks, Place, PlacedChunk
 from reshard.formats.dcp.joined import join_items
 from reshard.formats.dcp.listed import (
@@ -96,12 +95,7 @@ def read_metadata(folder: Path, *, in_columns: bool = True) -> tuple[Entry, ...]
             _check_memory(num_bytes, path)
             data = read_all(file)
     except OSError as error:
-        link = error.errno == errno.ELOOP
-        raise CorruptSourceError(
-            "is a symbolic link" if link else f"cannot be read: {error.strerror or error}",
-            path=str(path),
-            hint="copy what it links to into the folder: cp -rL" if link else "",
-        ) from error
+        raise make_read_error(error, str(path)) from error
     has_batches = False
     if in_columns:
         root, has_batches = columns.load_columns(
@@ -164,14 +158,14 @@ class _Parser:
         try:
             fields = parse_fields(root, "Metadata")
         except EntryError as error:
-            raise CorruptSourceError(f"is not the metadata of a DCP checkpoint: {error}", path=self.path) from error
+            raise UnsupportedError(f"is not the metadata of a DCP checkpoint: {error}", path=self.path) from error
         version = fields.get("version")
         if version not in (None, VERSION):
             raise UnsupportedError(f"version {version!r}: this program reads {VERSION!r}", path=self.path)
         described, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
         paths = fields.get("planner_data")
         if not isinstance(described, Mapping) or not isinstance(stored, Mapping):
-            raise CorruptSourceError("has no state_dict_metadata or no storage_data", path=self.path)
+            raise UnsupportedError("has no state_dict_metadata or no storage_data", path=self.path)
         self.numbers = {key: at for at, key in enumerate(described) if isinstance(key, str)}
         strings = self._items(stored)
         if not isinstance(paths, Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -60,15 +61,22 @@ def read_index(folder: Path, commit: Commit | None, parts: Sequence[str] = ()) -
     Raises:
         CorruptSourceError, UnsafePickleError, UnsupportedError: see `reshard.formats.base`.
     """
-    entries = read_entries(folder, parts)
-    names = list_files(entries)
-    naming, entries, unread = _find_names(entries, str(folder))
+    every = read_entries(folder, parts)
+    names = list_files(every)
+    naming, entries, unread = _find_names(every, str(folder))
     with Items(folder) as items:
-        scalars = _read_scalars(items, entries, naming)
-        groups = _read_groups(items, entries, naming, scalars)
-        moved = _find_logical_keys(entries, naming, scalars, groups)
-        tensors, chunks = _build_logical(entries, moved)
-        files, shards = make_table(items, names, tensors, chunks)
+        while True:
+            scalars = _read_scalars(items, entries, naming)
+            groups = _read_groups(items, entries, naming, scalars)
+            moved = _find_logical_keys(entries, naming, scalars, groups)
+            tensors, chunks = _build_logical(entries, moved)
+            try:
+                files, shards = make_table(items, names, tensors, chunks)
+                break
+            except UnsupportedError as error:  # such as states in tensors of a class of their own
+                if unread is not None:
+                    raise
+                naming, entries, unread = _leave_optimizer_out(every, str(folder), error)
     carried = _select_carried(entries, set(moved), naming, folder)
     return Index(
         root=folder,
@@ -101,13 +109,20 @@ def _find_names(entries: Sequence[Entry], where: str) -> tuple[Naming, tuple[Ent
     try:
         return find_names(entries, where), tuple(entries), None
     except UnsupportedError as error:
-        try:
-            naming, outside = find_weights(entries, where)
-        except UnsupportedError:
-            raise error from None
-        hint = "; ".join(filter(None, (error.hint, "--states weight takes the weights alone")))
-        unread = UnsupportedError(error.message, path=error.path, problems=error.problems, hint=hint)
-        return naming, tuple(outside), unread
+        return _leave_optimizer_out(entries, where, error)
+
+
+def _leave_optimizer_out(
+    entries: Sequence[Entry], where: str, error: UnsupportedError
+) -> tuple[Naming, tuple[Entry, ...], UnsupportedError]:
+    try:
+        naming, outside = find_weights(entries, where)
+    except UnsupportedError:
+        raise error from None
+    hint = "; ".join(filter(None, (error.hint, "--states weight takes the weights alone")))
+    unread = copy.copy(error)
+    unread.hint = hint
+    return naming, tuple(outside), unread
 
 
 def _list_notes(naming: Naming) -> tuple[str, ...]:

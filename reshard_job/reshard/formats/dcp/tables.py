@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.errors import CorruptSourceError
+from reshard.errors import CorruptSourceError, UnsupportedError, make_read_error
 from reshard.formats.dcp.chunks import Chunks, stack_chunks
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Entry, Place
@@ -95,7 +95,7 @@ def check_files(folder: Path, entries: Iterable[Entry]) -> None:
     try:
         statuses = {item.name: item.lstat() for item in folder.iterdir()}
     except OSError as error:
-        raise CorruptSourceError(f"cannot be listed: {error.strerror}", path=str(folder)) from error
+        raise make_read_error(error, str(folder), what="cannot be listed", is_indexed=False) from error
     problems = []
     for name, needed in sorted(ends.items()):
         if name not in statuses:
@@ -244,7 +244,7 @@ def _build_flat(
     for entry, box, place, pieces in sorted(flat, key=lambda chunk: (numbers[chunk.place.file], chunk.place.offset)):
         chunk, file = items.chunk(entry, box, place), numbers[place.file]
         if box.num_elements > 1 and chunk.strides != (1,):
-            raise CorruptSourceError(f"{entry.key}: its elements are not one behind the other", path=str(items.folder))
+            raise UnsupportedError(f"{entry.key}: its elements are not one behind the other", path=str(items.folder))
         if (checksum := chunk.checksum) is not None:
             stated.append((file, checksum.start, checksum.num_bytes, checksum.crc32))
         for piece in pieces:

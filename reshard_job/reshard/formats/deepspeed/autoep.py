@@ -8,7 +8,7 @@ Sources: deepspeed/runtime/engine.py (`_save_moe_checkpoint`), checkpoint/autoep
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.tensors.geometry import strides_of
@@ -50,7 +50,7 @@ def find_stacks(
         count, ep, prefix = layer["num_experts"], layer["ep_size"], str(layer["expert_key_prefix"])
         if any(type(number) is not int or not 0 < number <= _MOST_EXPERTS for number in (count, ep)):
             found = f"found num_experts={count!r:.40} and ep_size={ep!r:.40}"
-            raise CorruptSourceError(f"{prefix}: expected whole numbers from 1 to {_MOST_EXPERTS}, {found}", path=path)
+            raise UnsupportedError(f"{prefix}: expected whole numbers from 1 to {_MOST_EXPERTS}, {found}", path=path)
         placement = layer.get("expert_placement") or _make_placement(count, ep)
         if count % ep or placement != _make_placement(count, ep):
             raise UnsupportedError(
@@ -166,6 +166,15 @@ def find_stack(name: str, expert: int, path: str) -> str:
     if number != str(expert):
         raise CorruptSourceError(f"holds {name}, expected a name that ends in .{expert}", path=path)
     return stack
+
+
+def refuse_frozen(name: str, path: str) -> NoReturn:
+    """Raise UnsupportedError for experts that are in no optimizer, which would state the shape of a rank's stacks."""
+    raise UnsupportedError(
+        f"has frozen experts of AutoEP, such as {name}: they are not converted",
+        path=path,
+        hint="resume in the topology that it was saved in",
+    )
 
 
 def convert_layers(

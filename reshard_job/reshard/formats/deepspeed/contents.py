@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.autoep import find_part
 from reshard.formats.deepspeed.experts import Experts
 from reshard.formats.pt.objects import Tensor
@@ -81,7 +81,7 @@ class DeepSpeedContents:
     def _count(self, key: str) -> int:
         value = self.models[0, 0].value[key]
         if type(value) is not int or not 0 <= value < 1 << 63:
-            raise CorruptSourceError(
+            raise UnsupportedError(
                 f"{key}: expected a whole number from 0 to 2^63 - 1, found {value!r:.40}", path=self.models[0, 0].path
             )
         return value
@@ -170,5 +170,5 @@ def require_mapping(file: PtFile, key: str) -> Mapping[str, Any]:
     """
     value = file.value.get(key) if isinstance(file.value, Mapping) else None
     if not isinstance(value, Mapping):
-        raise CorruptSourceError(f"has no {key}", path=file.path)
+        raise UnsupportedError(f"has no {key}", path=file.path)
     return value

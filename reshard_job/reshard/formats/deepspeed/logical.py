@@ -181,11 +181,11 @@ def parse_param_shapes(file: PtFile) -> list[dict[str, tuple[int, ...]]]:
     """
     value = file.value.get("param_shapes")
     if not isinstance(value, list) or not all(isinstance(group, Mapping) for group in value):
-        raise CorruptSourceError("has no list param_shapes", path=file.path)
+        raise UnsupportedError("has no list param_shapes", path=file.path)
     for group in value:
         for name, shape in group.items():
             if not isinstance(name, str) or not isinstance(shape, tuple) or not all(type(n) is int for n in shape):
-                raise CorruptSourceError(f"param_shapes: {name!r:.80} has the shape {shape!r:.80}", path=file.path)
+                raise UnsupportedError(f"param_shapes: {name!r:.80} has the shape {shape!r:.80}", path=file.path)
     return [{name: tuple(shape) for name, shape in group.items()} for group in value]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from reshard.commits.commit import Commit
-from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.errors import UnsupportedError
 from reshard.formats.base import stated_topology
 from reshard.formats.dcp.chunks import stack_chunks
 from reshard.formats.dcp.items import Items
@@ -70,7 +70,7 @@ def read_index(folder: Path, commit: Commit | None) -> Index:
     if states is not None:
         locations |= states.locations
     if not tensors:
-        raise CorruptSourceError("holds no weights", path=str(folder))
+        raise UnsupportedError("holds no weights", path=str(folder))
     trained = [tensor.key.name for tensor in tensors if tensor.key.state == "fp32"]
     if commit is not None:
         topology, step, samples = commit.topology, commit.step, commit.samples

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Sequence
 from typing import IO, cast
 
-from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.errors import CorruptSourceError, StoreError, UnsupportedError, make_read_error
 from reshard.storage.files import File, Stream
 
 ALIGNMENT_BYTES = 64
@@ -67,12 +67,19 @@ def read_directory(file: File, path: str) -> dict[str, Entry]:
     try:
         with zipfile.ZipFile(cast(IO[bytes], _Limited(file))) as archive:
             infos = archive.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError, struct.error, NotImplementedError, OverflowError) as error:
+    except NotImplementedError as error:
+        raise UnsupportedError(f"its zip archive needs what this version does not read: {error}", path=path) from error
+    except (zipfile.BadZipFile, OSError, ValueError, struct.error, OverflowError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__  # `zipfile` takes both for a damaged file
+        if isinstance(cause, OSError) and isinstance(failure := make_read_error(cause, path), StoreError):
+            raise failure from error
         raise CorruptSourceError(
             f"the zip directory at its end cannot be read ({error}): truncated or damaged", path=path
         ) from error
-    if not 0 < len(infos) <= MAX_ENTRIES:
-        raise CorruptSourceError(f"{len(infos)} entries: expected 1 to {MAX_ENTRIES}", path=path)
+    if not infos:
+        raise CorruptSourceError("its zip directory has no entries", path=path)
+    if len(infos) > MAX_ENTRIES:
+        raise UnsupportedError(f"{len(infos)} entries: at most {MAX_ENTRIES} are read", path=path)
     prefix = infos[0].filename.partition("/")[0] + "/"
     # torch.serialization.set_crc32_options(False) (torch 2.6 and later) writes 0 for every checksum.
     has_checksums = any(info.CRC for info in infos)

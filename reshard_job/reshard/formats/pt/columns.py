@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from reshard.errors import CorruptSourceError, UnsafePickleError, UnsupportedError
+from reshard.errors import UnsafePickleError, UnsupportedError
 from reshard.formats.pt import machine
 from reshard.formats.pt.batch_decoder import BatchDecoder
 from reshard.formats.pt.batches import (
@@ -23,7 +23,7 @@ from reshard.formats.pt.batches import (
     StringTable,
     UnusualPickleError,
 )
-from reshard.formats.pt.extent import check_tree_size
+from reshard.formats.pt.extent import check_tree_size, make_pickle_error
 from reshard.formats.pt.machine import TABLE, Machine, PersistentLoad, Rebuild
 from reshard.formats.pt.objects import Inert
 
@@ -55,9 +55,7 @@ def load_columns(data: bytes, *, persistent_load: PersistentLoad, rebuild: Rebui
         pass
     except (IndexError, struct.error, UnicodeDecodeError, TypeError, ValueError, KeyError, AttributeError) as error:
         if len(data) > machine.MAX_PICKLE_BYTES:
-            raise CorruptSourceError(
-                f"broken pickle at byte {column_machine.position}: {type(error).__name__}: {error!s:.300}", path=path
-            ) from error
+            raise make_pickle_error(error, column_machine.position, path) from error
     del column_machine
     return load_objects(data, persistent_load=persistent_load, rebuild=rebuild, path=path), False
 

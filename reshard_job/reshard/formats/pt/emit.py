@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from reshard.errors import CorruptSourceError, UnsafePickleError, UnsupportedError
+from reshard.errors import UnsafePickleError, UnsupportedError
 from reshard.formats.pt.objects import (
     STORAGE_CLASSES,
     UNTYPED_DTYPES,
@@ -47,7 +47,7 @@ def emit(value: Any) -> tuple[bytes, list[Storage]]:
     try:
         emitter.emit_value(value)
     except RecursionError as error:
-        raise CorruptSourceError("objects are nested too deeply") from error
+        raise UnsupportedError("objects are nested too deeply") from error
     return emitter.join_bytes(), list(emitter.storages)
 
 

@@ -1,4 +1,4 @@
-"""Limit the depth and size of the object tree of a pickle, which other functions walk, copy or print.
+"""Limit the keys, depth and size of the object tree of a pickle, which other functions walk, copy or print.
 
 A pickle can refer to one object many times. Forty pairs, each of which holds the one before twice, unfold to a tree of
 2^40 leaves, and a list can hold itself. Real checkpoints share few containers and are about ten levels deep.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.errors import UnsafePickleError
-from reshard.formats.pt.objects import Inert, Size, StatefulDict, Tensor
+from reshard.errors import CorruptSourceError, ReshardError, UnsafePickleError
+from reshard.formats.pt.objects import Global, Inert, Size, StatefulDict, Tensor
 
 MAX_DEPTH = 100
 """Most levels of containers; functions that walk the tree need a few frames for each, and Python allows 1000 in all."""
@@ -20,7 +20,45 @@ MAX_UNFOLDED = 1 << 20
 
 MAX_SHARING = 64
 
+_MAX_KEY_PARTS = 16  # a tuple is hashed anew each time that it is a key
+_MAX_KEY_CHARACTERS = 1 << 14  # equal texts of two objects are compared whole
+_MAX_KEY_BITS = 60  # integers up to 2**61 - 1 differ in their hashes; a file can make larger ones collide
+_SCALARS = (str, int, float, bool, bytes, type(None))
 _HINT = "the file was tampered with, or holds objects that do not belong into a checkpoint: save plain data"
+
+
+class LimitError(ValueError):
+    """A pickle is well formed, and has more of something than is read."""
+
+
+def make_pickle_error(error: Exception, position: int, path: str) -> ReshardError:
+    """Make the error for a pickle that could not be run further than to `position`."""
+    if isinstance(error, LimitError):
+        return UnsafePickleError(f"its pickle, at byte {position}: {error}", path=path, hint=_HINT)
+    what = f"{type(error).__name__}: {error!s:.300}"
+    return CorruptSourceError(f"broken pickle at byte {position}: {what}", path=path)
+
+
+def check_key(key: Any) -> Any:
+    """Check that the hash of a key takes constant time (a tuple of tuples can take 2**depth), and return the key."""
+    kind = type(key)
+    if kind is Inert or (kind is str and len(key) <= _MAX_KEY_CHARACTERS):  # an Inert hashes by identity
+        return key
+    if isinstance(key, str | bytes):
+        if len(key) > _MAX_KEY_CHARACTERS:
+            raise LimitError(f"a key of {len(key)} characters: at most {_MAX_KEY_CHARACTERS} are read")
+    elif isinstance(key, tuple):
+        if len(key) > _MAX_KEY_PARTS:
+            raise LimitError(f"a key is a tuple of {len(key)} parts: at most {_MAX_KEY_PARTS} are read")
+        for part in key:
+            if not isinstance(part, _SCALARS):
+                raise LimitError("a key is a tuple of something other than scalars")
+            check_key(part)
+    elif isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS:
+        raise LimitError(f"a key is an integer of {key.bit_length()} bits")
+    elif not isinstance(key, (*_SCALARS, Global, Inert)):
+        raise (LimitError if isinstance(key, Tensor) else ValueError)(f"a key is a {type(key).__name__}")
+    return key
 
 
 def check_tree_size(root: Any, path: str, weights: Mapping[int, int]) -> None:

@@ -13,28 +13,34 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from reshard.errors import CorruptSourceError, ReshardError, UnsafePickleError
-from reshard.formats.pt.extent import check_tree_size
-from reshard.formats.pt.objects import ORDERED_DICT, WITH_ATTRIBUTES, Global, Inert, Size, StatefulDict, abbreviate
+from reshard.errors import ReshardError, UnsafePickleError
+from reshard.formats.pt.extent import LimitError, check_key, check_tree_size, make_pickle_error
+from reshard.formats.pt.objects import (
+    ORDERED_DICT,
+    WITH_ATTRIBUTES,
+    Global,
+    Inert,
+    Size,
+    StatefulDict,
+    Tensor,
+    abbreviate,
+)
 from reshard.formats.pt.trust import is_accepted, refuse_globals
 
 MAX_PICKLE_BYTES = 256 << 20
 """A pickle of metadata is a few hundred bytes per tensor; a longer one is not metadata."""
 
 _MAX_INTEGER_BYTES = 1 << 10  # longer ones take Python quadratic time to print
-_MAX_KEY_PARTS = 16  # a tuple is hashed anew each time that it is a key
-_MAX_KEY_CHARACTERS = 1 << 14  # equal texts of two objects are compared whole
 _MAX_COLLISIONS = 16  # a file can make the hashes of tuples collide: each is then compared with all the others
-_MAX_KEY_BITS = 60  # integers up to 2**61 - 1 differ in their hashes; a file can make larger ones collide
 _MAX_PROBES = 1 << 26  # probes for keys that are numbers, in addition to those for each byte of the pickle
 _PROBES_PER_BYTE = 64
 _NEAR = 16
 _MAX_NAME = 1 << 10
+_OTHER_OPCODES = b"FIPSTUVdgilop\x82\x83\x84\x8f\x90\x91\x92\x96\x97\x98"  # of pickle protocols 0 to 5
 MARK = object()
 """The object on the stack that represents a mark."""
 _UINT2 = struct.Struct("<H")
 _UINT4 = struct.Struct("<I")
-_SCALARS = (str, int, float, bool, bytes, type(None))
 
 MAX_DIMS = 64  # of a tensor
 
@@ -71,9 +77,7 @@ def load(data: bytes, *, persistent_load: PersistentLoad, rebuild: Rebuild, path
         raise
     except (IndexError, struct.error, UnicodeDecodeError, TypeError, ValueError, KeyError, AttributeError) as error:
         machine.check_names()
-        raise CorruptSourceError(
-            f"broken pickle at byte {machine.position}: {type(error).__name__}: {error!s:.300}", path=path
-        ) from error
+        raise make_pickle_error(error, machine.position, path) from error
     check_tree_size(value, path, machine.weights)
     machine.check_globals(value)
     return value
@@ -153,12 +157,12 @@ class Machine:
         """Count the tuples with the same hash that are keys of a dict.
 
         Raises:
-            ValueError: there are more than chance explains.
+            LimitError: there are more than chance explains.
         """
         hashes = self._tuples.setdefault(id(target), {})
         hashes[hash(key)] = count = hashes.get(hash(key), 0) + 1
         if count > _MAX_COLLISIONS:
-            raise ValueError(f"{count} keys of a dict are tuples with the same hash")
+            raise LimitError(f"{count} keys of a dict are tuples with the same hash")
 
     def count_key(self, target: dict[Any, Any], key: Any) -> None:
         """Count the places that a dict may have to probe for a key whose hash a file can choose.
@@ -167,7 +171,7 @@ class Machine:
         at least 1.5 places for a key. Other numbers, and tuples of them, can be made to meet all the keys before.
 
         Raises:
-            ValueError: there are too many for the length of the pickle.
+            LimitError: there are too many for the length of the pickle.
         """
         if isinstance(key, tuple):
             self.count_tuple(target, key)
@@ -182,7 +186,7 @@ class Machine:
             self._scattered[id(target)] = scattered + 1
             self._probes_left -= len(target)
         if self._probes_left < 0:
-            raise ValueError(f"a dict of {len(target)} keys has too many that are scattered numbers")
+            raise LimitError(f"a dict of {len(target)} keys has too many that are scattered numbers")
 
     def run(self) -> Any:
         """Run the pickle to its end and return the object that it leaves.
@@ -224,8 +228,10 @@ class Machine:
             raise ValueError(f"{len(stack)} objects are left on the stack")
         return value
 
-    def make_opcode_error(self, opcode: int, position: int) -> UnsafePickleError:
-        """Create the error for an opcode that data does not need."""
+    def make_opcode_error(self, opcode: int, position: int) -> Exception:
+        """Create the error for an opcode that data does not need, or for a byte that is no opcode."""
+        if opcode not in _OTHER_OPCODES:
+            return ValueError(f"{bytes([opcode])!r} is no opcode")
         return UnsafePickleError(
             f"pickle opcode {bytes([opcode])!r} at byte {position} is not used for plain data",
             path=self.path,
@@ -247,7 +253,7 @@ class Machine:
     def integer(self, count: int) -> int:
         """Read a signed integer of `count` bytes."""
         if count > _MAX_INTEGER_BYTES:
-            raise ValueError(f"an integer of {count} bytes: at most {_MAX_INTEGER_BYTES} are read")
+            raise LimitError(f"an integer of {count} bytes: at most {_MAX_INTEGER_BYTES} are read")
         value = int.from_bytes(self.take(count), "little", signed=True)
         self.weigh(value, count)
         return value
@@ -287,7 +293,9 @@ class Machine:
     def apply(self, kind: str, target: Any, args: Any) -> Any:
         """Turn a call of the pickle into data, or into a recipe."""
         if not isinstance(target, Global):
-            raise UnsafePickleError(f"it calls a {type(target).__name__}, not a name", path=self.path)
+            raise (LimitError if isinstance(target, Inert) else ValueError)(
+                f"it calls a {type(target).__name__}, not a name"
+            )
         if not isinstance(args, tuple):
             raise ValueError(f"arguments of {target} are a {type(args).__name__}")
         known = self.rebuild(target, args)
@@ -297,28 +305,6 @@ class Machine:
         return made if known is NotImplemented else known
 
 
-def _check_key(key: Any) -> Any:
-    """Check that the hash of a key takes constant time (a tuple of tuples can take 2**depth), and return the key."""
-    kind = type(key)
-    if kind is Inert or (kind is str and len(key) <= _MAX_KEY_CHARACTERS):  # an Inert hashes by identity
-        return key
-    if isinstance(key, str | bytes):
-        if len(key) > _MAX_KEY_CHARACTERS:
-            raise ValueError(f"a key of {len(key)} characters: at most {_MAX_KEY_CHARACTERS} are read")
-    elif isinstance(key, tuple):
-        if len(key) > _MAX_KEY_PARTS:
-            raise ValueError(f"a key is a tuple of {len(key)} parts: at most {_MAX_KEY_PARTS} are read")
-        for part in key:
-            if not isinstance(part, _SCALARS):
-                raise ValueError("a key is a tuple of something other than scalars")
-            _check_key(part)
-    elif isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS:
-        raise ValueError(f"a key is an integer of {key.bit_length()} bits")
-    elif not isinstance(key, (*_SCALARS, Global, Inert)):
-        raise ValueError(f"a key is a {type(key).__name__}")
-    return key
-
-
 def set_items(machine: Machine, pairs: list[Any]) -> None:
     """Set the alternating keys and values of `pairs` in the dict on top of the stack."""
     if len(pairs) % 2:
@@ -326,12 +312,12 @@ def set_items(machine: Machine, pairs: list[Any]) -> None:
     target = machine.stack[-1]
     if isinstance(target, dict):
         for index in range(0, len(pairs), 2):
-            key = _check_key(pairs[index])
+            key = check_key(pairs[index])
             if type(key) is not str:
                 machine.count_key(target, key)
             target[key] = pairs[index + 1]
     elif isinstance(target, Inert):
-        target.pairs += [(_check_key(pairs[index]), pairs[index + 1]) for index in range(0, len(pairs), 2)]
+        target.pairs += [(check_key(pairs[index]), pairs[index + 1]) for index in range(0, len(pairs), 2)]
     else:
         raise ValueError(f"items are set on a {type(target).__name__}")
 
@@ -351,7 +337,8 @@ def _build(machine: Machine) -> None:
     state = machine.stack.pop()
     target = machine.stack[-1]
     if not isinstance(target, Inert | StatefulDict):
-        raise ValueError(f"a state is set on a {type(target).__name__}")
+        is_tensor = isinstance(target, Tensor)  # of a subclass with attributes
+        raise (LimitError if is_tensor else ValueError)(f"a state is set on a {type(target).__name__}")
     if target.state is not None:
         raise ValueError(f"a second state is set on a {type(target).__name__}")
     target.state = state
@@ -373,7 +360,7 @@ def _set_one(machine: Machine) -> None:
 def _push_global(machine: Machine, module: str, name: str) -> None:
     """Push a global; one that is not accepted is refused when the pickle is read (`Machine.check_globals`)."""
     if len(module) + len(name) > _MAX_NAME:
-        raise ValueError(f"a name of {len(module) + len(name)} characters")
+        raise LimitError(f"a name of {len(module) + len(name)} characters")
     target = Global(module, name)
     if not is_accepted(target):
         machine.refused[target] = None
@@ -436,7 +423,7 @@ def _make_push(read: Callable[[Machine], Any]) -> Callable[[Machine], None]:
 def _check_protocol(machine: Machine) -> None:
     protocol = machine.uint(1)
     if not 2 <= protocol <= 5:
-        raise ValueError(f"pickle protocol {protocol}: expected 2 to 5")
+        raise LimitError(f"pickle protocol {protocol}: expected 2 to 5")
 
 
 TABLE: list[Callable[[Machine], None] | None] = [None] * 256
@@ -490,7 +477,7 @@ def rebuild_containers(target: Global, args: tuple[Any, ...]) -> Any:
     name = target.name
     if name == "Size" and target.module == "torch" and len(args) == 1 and isinstance(args[0], tuple | list):
         if len(args[0]) > MAX_DIMS:  # every call makes a copy
-            raise ValueError(f"a torch.Size of {len(args[0])} dims: at most {MAX_DIMS} are read")
+            raise LimitError(f"a torch.Size of {len(args[0])} dims: at most {MAX_DIMS} are read")
         for size in args[0]:
             if type(size) is not int or size < 0:
                 raise ValueError(f"a torch.Size of {abbreviate(args[0])}")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import math
 import zlib
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import CorruptSourceError, UnsafePickleError, UnsupportedError
+from reshard.errors import CorruptSourceError, UnsafePickleError, UnsupportedError, make_read_error
 from reshard.formats.pt import machine
 from reshard.formats.pt.archive import Entry, read_directory
 from reshard.formats.pt.objects import (
@@ -70,12 +69,7 @@ def read(path: str | Path, *, root: Path | None = None) -> PtFile:
     try:
         file = open_file(path, root=root)
     except OSError as error:
-        link = error.errno == errno.ELOOP
-        raise CorruptSourceError(
-            "is a symbolic link, or lies behind one" if link else f"cannot be opened: {error.strerror or error}",
-            path=name,
-            hint="copy what it links to into the folder: cp -rL" if link else "",
-        ) from error
+        raise make_read_error(error, name, what="cannot be opened") from error
     with file:
         return read_open(file, name)[0]
 
@@ -96,7 +90,7 @@ def read_open(file: File, name: str) -> tuple[PtFile, dict[str, Entry]]:
         value, storages = build(pickle_bytes, entries, name)
         num_file_bytes = file.num_bytes
     except OSError as error:
-        raise CorruptSourceError(f"cannot be read: {error.strerror or error}", path=name) from error
+        raise make_read_error(error, name) from error
     pt_file = PtFile(
         path=name,
         num_bytes=num_file_bytes,
@@ -179,7 +173,7 @@ class _Tensors:
     def persistent_load(self, identifier: Any) -> Storage:
         """Return the storage of a persistent id: `('storage', class, key, location, number of elements)`."""
         if not isinstance(identifier, tuple) or len(identifier) != 5 or identifier[0] != "storage":
-            raise CorruptSourceError(f"persistent id {abbreviate(identifier)} is not a storage", path=self.path)
+            raise UnsupportedError(f"persistent id {abbreviate(identifier)} is not a storage", path=self.path)
         _, kind, key, location, num_elements = identifier
         dtype = STORAGE_DTYPES.get(kind.name) if isinstance(kind, Global) and kind.module == "torch" else None
         untyped = isinstance(kind, Global) and kind in _UNTYPED

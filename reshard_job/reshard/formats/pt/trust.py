@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from reshard.errors import UnsafePickleError, UsageError
 from reshard.formats.pt.known_globals import KNOWN, is_permitted
-from reshard.formats.pt.objects import Global, Inert, StatefulDict, Tensor
+from reshard.formats.pt.objects import WITH_ATTRIBUTES, Global, Inert, StatefulDict, Tensor
 
 _NEVER = frozenset(
     [
@@ -65,6 +65,11 @@ _NEVER = frozenset(
 _BUILTINS = frozenset(("builtins", "__builtin__"))
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 _MAX_LISTED = 20
+_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
+_TENSOR_HINT = (
+    "tensors of a class of their own, such as quantized states of an optimizer, are not converted: load the checkpoint"
+    " in the topology that it was saved in, or train with states in plain tensors"
+)
 _MAX_SEARCHED = 1 << 17
 
 
@@ -142,7 +147,7 @@ def is_accepted(name: Global) -> bool:
     return name in KNOWN or ("." not in name.name and str(name) in _current().names)
 
 
-def refuse_globals(refused: Iterable[Global], made: Iterable[Inert], value: Any, path: str) -> None:
+def refuse_globals(refused: Iterable[Global], made: Collection[Inert], value: Any, path: str) -> None:
     """Refuse a pickle with globals that are not accepted, or with accepted ones that it uses in an unknown way.
 
     Args:
@@ -171,19 +176,27 @@ def refuse_globals(refused: Iterable[Global], made: Iterable[Inert], value: Any,
     ]
     problems += [f"and {len(names) - _MAX_LISTED} more"] if len(names) > _MAX_LISTED else []
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    are_tensors = _list_tensor_classes(made) >= set(names)
     error = UnsafePickleError(
         f"its pickle names {_to_printable(names[0])}{more}: expected only"
         " what DeepSpeed, torch, Megatron and numpy write, and plain Python data",
         path=path,
         problems=problems,
-        hint=_hint(names),
+        hint=_TENSOR_HINT if are_tensors else _hint(names),
     )
-    error.to_allow = tuple(sorted({*trusted, *map(str, names)})) if _can_allow(names) else ()
+    can_allow = not are_tensors and _can_allow(names)
+    error.to_allow = tuple(sorted({*trusted, *map(str, names)})) if can_allow else ()
     findings = _current().findings
     if findings is None:
         raise error
     if str(error) not in map(str, findings):  # some files are read twice
         findings.append(error)
+
+
+def _list_tensor_classes(made: Iterable[Inert]) -> set[Any]:
+    """Return the classes of tensors that consist of other tensors, which no list of names lets this program read."""
+    calls = [item.args for item in made if item.target == WITH_ATTRIBUTES and len(item.args) == 4]
+    return {args[1] for args in calls if args[0] == _WRAPPER and isinstance(args[1], Global)}
 
 
 def _is_permitted(made: Inert) -> bool:

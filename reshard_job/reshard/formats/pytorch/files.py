@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from reshard.errors import CorruptSourceError
+from reshard.errors import CorruptSourceError, UnsupportedError, make_read_error
 from reshard.storage.files import open_file
 
 NAME = "pytorch"
@@ -88,18 +88,18 @@ def read_weight_map(path: Path) -> Mapping[str, str]:
     try:
         with open_file(path) as file:
             if file.num_bytes > _MAX_INDEX_BYTES:
-                raise CorruptSourceError(f"is larger than {_MAX_INDEX_BYTES} bytes", path=str(path))
+                raise UnsupportedError(f"is larger than {_MAX_INDEX_BYTES} bytes", path=str(path))
             value = json.loads(file.read(file.num_bytes, 0).decode("utf-8"))
     except OSError as error:
-        raise CorruptSourceError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
+        raise make_read_error(error, str(path)) from error
     except (ValueError, RecursionError) as error:
         raise CorruptSourceError(f"is no valid JSON: {error}", path=str(path)) from error
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptSourceError("has no weight_map from tensors to files", path=str(path))
+        raise UnsupportedError("has no weight_map from tensors to files", path=str(path))
     outside = sorted({str(name)[:80] for name in weight_map.values() if not _is_file_name(name)})
     if outside:
-        raise CorruptSourceError("names files that are no *.bin of its folder", path=str(path), problems=outside[:20])
+        raise UnsupportedError("names files that are no *.bin of its folder", path=str(path), problems=outside[:20])
     return weight_map
 
 

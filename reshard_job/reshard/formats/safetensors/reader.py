@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from reshard.commits.commit import Commit
-from reshard.errors import CorruptSourceError
+from reshard.errors import UnsupportedError
 from reshard.formats.safetensors.file_names import NAME
 from reshard.formats.safetensors.source import SHARDING, WeightFile, read_files
 from reshard.tensors.geometry import whole
@@ -85,5 +85,5 @@ def _merge_metadata(files: Sequence[WeightFile]) -> dict[str, str]:
 def _parse_number(metadata: Mapping[str, str], key: str, folder: Path) -> int:
     text = metadata.get(key, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise CorruptSourceError(f"its metadata {key} is {text[:80]!r}, expected a number", path=str(folder))
+        raise UnsupportedError(f"its metadata {key} is {text[:80]!r}, expected a number", path=str(folder))
     return int(text)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.errors import CorruptSourceError, UnsupportedError, make_read_error
 from reshard.formats.safetensors import header
 from reshard.formats.safetensors.file_names import INDEX_SUFFIX, SUFFIX, is_file_name
 from reshard.formats.safetensors.header import Header
@@ -51,7 +51,7 @@ def read_files(folder: Path) -> tuple[WeightFile, ...]:
     try:
         listed = sorted(item.name for item in folder.iterdir() if not item.name.startswith("."))
     except OSError as error:
-        raise CorruptSourceError(f"cannot be listed: {error.strerror or error}", path=str(folder)) from error
+        raise make_read_error(error, str(folder), what="cannot be listed", is_indexed=False) from error
     indexes = [name for name in listed if name.endswith(INDEX_SUFFIX)]
     present = [name for name in listed if name.endswith(SUFFIX)]
     if len(indexes) > 1:
@@ -98,7 +98,7 @@ def _has_only_whole_tensors(parsed: Header, path: str) -> bool:
         offsets = [shards[entry.name]["saved_offsets"] for entry in parsed.entries]
         return all(isinstance(offset, list) and not any(offset) for offset in offsets)
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CorruptSourceError(
+        raise UnsupportedError(
             f"its {SHARDING} does not say where every tensor begins ({type(error).__name__}: {error})", path=path
         ) from error
 
@@ -111,13 +111,13 @@ def _open_file(path: Path) -> Iterator[File]:
             yield file
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise CorruptSourceError(
+            raise UnsupportedError(
                 "is a symbolic link",
                 path=str(path),
                 hint=f"copy the folder with what it links to: cp -rL {path.parent} NEW_FOLDER (links of Hugging Face's"
                 " own cache, snapshots/*/ to blobs/, are followed)",
             ) from error
-        raise CorruptSourceError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
+        raise make_read_error(error, str(path)) from error
 
 
 def _read_bytes(file: File, length: int, position: int) -> bytes:
@@ -133,17 +133,17 @@ def _read_index(path: Path) -> tuple[Mapping[str, str], int]:
     try:
         with _open_file(path) as file:
             if file.num_bytes > _MAX_INDEX_BYTES:
-                raise CorruptSourceError(f"is larger than {_MAX_INDEX_BYTES} bytes", path=str(path))
+                raise UnsupportedError(f"is larger than {_MAX_INDEX_BYTES} bytes", path=str(path))
             text = _read_bytes(file, file.num_bytes, 0)
         value = json.loads(text.decode("utf-8"), object_pairs_hook=header.build_unique)
     except (ValueError, RecursionError) as error:
         raise CorruptSourceError(f"is no valid JSON: {error}", path=str(path)) from error
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptSourceError("has no weight_map from tensors to files", path=str(path))
+        raise UnsupportedError("has no weight_map from tensors to files", path=str(path))
     outside = sorted({str(name)[:80] for name in weight_map.values() if not is_file_name(name)})
     if outside:
-        raise CorruptSourceError(
+        raise UnsupportedError(
             "names files that are no safetensors files of its folder", path=str(path), problems=outside[:20]
         )
     metadata = value.get("metadata")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import CorruptSourceError
+from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.tensor_parallel.rules import WHOLE
 from reshard.formats.pt.objects import Tensor
@@ -57,11 +57,16 @@ def read_atoms(folder: Path, name: str) -> Atoms:
         UnsupportedError, UnsafePickleError: see `reshard.formats.base`.
     """
     atoms_folder = folder / ZERO / name
-    is_link = atoms_folder.is_symlink()
-    file_names = sorted(item.name for item in atoms_folder.iterdir()) if atoms_folder.is_dir() and not is_link else []
+    if atoms_folder.is_symlink():
+        raise UnsupportedError(
+            f"{ZERO}/{name} is a symbolic link: expected a folder of the checkpoint's own",
+            path=str(folder),
+            hint="copy what it links to into the folder: cp -rL",
+        )
+    file_names = sorted(item.name for item in atoms_folder.iterdir()) if atoms_folder.is_dir() else []
     states: dict[str, Atom] = {}
     step: tuple[Any, PtFile] | None = None
-    problems: list[str] = [f"{ZERO}/{name} is a symbolic link: expected a folder of the checkpoint's own"] * is_link
+    problems: list[str] = []
     for state in (known for file_name in file_names if (known := state_of(file_name)) is not None):
         path = atom_file(name, state)
         try:

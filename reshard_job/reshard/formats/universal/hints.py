@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.pt.objects import Global, Inert, Tensor
 
@@ -44,9 +44,7 @@ def parse(value: Any, path: str) -> tuple[Tensor, Hints | None]:
     if isinstance(value, Tensor):
         return value, None
     if not isinstance(value, Mapping) or not isinstance(value.get(PARAM), Tensor):
-        raise CorruptSourceError(
-            f"is {type(value).__name__}: expected a tensor, or a dict with one as param", path=path
-        )
+        raise UnsupportedError(f"is {type(value).__name__}: expected a tensor, or a dict with one as param", path=path)
     hints = {key: hint for key, hint in value.items() if key != PARAM}
     if unknown := [key for key in hints if key not in _TYPES]:
         raise UnsupportedError(
@@ -57,7 +55,7 @@ def parse(value: Any, path: str) -> tuple[Tensor, Hints | None]:
         )
     wrong = [key for key, hint in hints.items() if type(hint) is not _TYPES[key]]
     if wrong or (_PARTS in hints and hints[_PARTS].target != _SUB_PARAM_SHAPE):
-        raise CorruptSourceError(f"says {hints!r:.200}: not what DeepSpeed writes", path=path)
+        raise UnsupportedError(f"says {hints!r:.200}: not what DeepSpeed writes", path=path)
     return value[PARAM], hints
 
 

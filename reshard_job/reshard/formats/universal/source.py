@@ -103,7 +103,7 @@ def open_source(folder: Path, pattern_info: Mapping[str, Any] | None = None) -> 
     optimizer = read(folder / OPTIMIZER_FILE, root=folder)
     settings = optimizer.value.get("param_groups") if isinstance(optimizer.value, Mapping) else None
     if not isinstance(settings, list) or not all(isinstance(group, Mapping) for group in settings):
-        raise CorruptSourceError("has no list param_groups", path=optimizer.path)
+        raise UnsupportedError("has no list param_groups", path=optimizer.path)
     per_rank = [parse_param_shapes(file) for file in models]
     stages = _group_by_stage(per_rank, folder)
     groups: list[dict[str, None]] = [{} for _ in settings]
@@ -167,7 +167,7 @@ def _read_made_for(optimizer: PtFile) -> Topology | None:
     try:
         return None if value is None else Topology.from_dict(value)
     except (TopologyError, TypeError) as error:
-        raise CorruptSourceError(f"its {MADE_FOR} is {value!r:.100}: {error}", path=optimizer.path) from error
+        raise UnsupportedError(f"its {MADE_FOR} is {value!r:.100}: {error}", path=optimizer.path) from error
 
 
 def _read_own_weights(optimizer: PtFile) -> Weights | None:
@@ -192,7 +192,7 @@ def _read_model_files(folder: Path) -> list[PtFile]:
     if not isinstance(first, Mapping) or not all(
         type(first.get(key)) is int for key in ("global_steps", "mp_world_size")
     ):
-        raise CorruptSourceError("is not a DeepSpeed model file: no global_steps, mp_world_size", path=files[0].path)
+        raise UnsupportedError("is not a DeepSpeed model file: no global_steps, mp_world_size", path=files[0].path)
     problems = []
     if len(chosen) != first["mp_world_size"] or sorted(chosen) != list(range(len(chosen))):
         problems.append(f"model files of the ranks {sorted(chosen)}, expected {first['mp_world_size']}")

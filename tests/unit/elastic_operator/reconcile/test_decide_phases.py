@@ -270,6 +270,11 @@ def test_pods_on_a_lost_node_are_force_deleted_only_after_their_time() -> None:
             id="storage-full-is-retried",
         ),
         pytest.param(
+            ExitCode.SOURCE_UNAVAILABLE,
+            lambda status: status.attempt == 2 and status.reshard.retry_time == NOW + 10,
+            id="a-source-that-cannot-be-read-now-is-retried",
+        ),
+        pytest.param(
             ExitCode.UNSUPPORTED,
             lambda status: status.phase == Phase.WAITING and status.pinned == BIG,
             id="unsupported-waits-for-the-old-topology",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from reshard.checksums.self_checksum import with_self_checksum
 from reshard.commits.commit import (
     Commit,
     CommittedFile,
@@ -16,7 +17,7 @@ from reshard.commits.commit import (
     write_commit,
 )
 from reshard.contract import COMMIT_FILE
-from reshard.errors import CorruptSourceError, UncommittedError
+from reshard.errors import CorruptSourceError, UncommittedError, UnsupportedError
 from reshard.storage.durable import file_crc32
 from reshard.topology import Topology
 
@@ -101,6 +102,13 @@ def test_a_marker_that_is_not_ours_is_refused(folder: Path, edit: dict) -> None:
     value = json.loads((folder / COMMIT_FILE).read_text())
     (folder / COMMIT_FILE).write_text(json.dumps({**value, **edit}))
     with pytest.raises(CorruptSourceError):
+        read_commit(folder)
+
+
+def test_a_marker_of_a_newer_version_is_not_called_damaged(folder: Path) -> None:
+    value = {**commit_of(folder).to_dict(), "version": 2}
+    (folder / COMMIT_FILE).write_bytes(with_self_checksum(value))
+    with pytest.raises(UnsupportedError, match="version 2: this program reads 1"):
         read_commit(folder)
 
 

@@ -245,7 +245,7 @@ def test_nesting_that_overflows_the_stack_is_refused_when_written():
     deep: tuple = ()
     for _ in range(100_000):
         deep = (deep,)
-    with pytest.raises(CorruptSourceError, match="nested"):
+    with pytest.raises(UnsupportedError, match="nested"):
         emit(deep)
 
 

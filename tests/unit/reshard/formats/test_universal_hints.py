@@ -2,7 +2,7 @@
 
 import pytest
 
-from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.tensor_parallel.rules import WHOLE, Rule
 from reshard.formats.pt.objects import Global, Inert, new_tensor
@@ -75,7 +75,7 @@ def test_atoms_of_both_kinds_are_understood():
 
 @pytest.mark.parametrize("value", [None, 3, [], {}, {"param": 1}, {"cat_dim": 0}])
 def test_files_that_are_no_atoms(value):
-    with pytest.raises(CorruptSourceError, match=r"x\.pt: is "):
+    with pytest.raises(UnsupportedError, match=r"x\.pt: is "):
         parse(value, "x.pt")
 
 
@@ -84,7 +84,7 @@ def test_files_that_are_no_atoms(value):
     [{"cat_dim": True}, {"cat_dim": "1"}, {"vocab_tensor": 1}, {"sub_param_shape": (1, 2)}, {"ep_num_experts": 2.0}],
 )
 def test_hints_of_other_types(hint):
-    with pytest.raises(CorruptSourceError, match=r"x\.pt: says "):
+    with pytest.raises(UnsupportedError, match=r"x\.pt: says "):
         parse({"param": new_tensor("float32", (2,)), **hint}, "x.pt")
 
 
@@ -92,7 +92,7 @@ def test_hints_of_a_newer_version():
     with pytest.raises(UnsupportedError, match=r"'scale'.*cat_dim"):
         parse({"param": new_tensor("float32", (2,)), "scale": 2.0}, "x.pt")
     other = Inert("new", Global("os", "SubparamShape"), (), {})
-    with pytest.raises(CorruptSourceError, match="not what DeepSpeed writes"):
+    with pytest.raises(UnsupportedError, match="not what DeepSpeed writes"):
         parse({"param": new_tensor("float32", (2,)), "sub_param_shape": other}, "x.pt")
 
 

@@ -77,7 +77,7 @@ def test_the_command_waits_for_no_pipe_before_it_looks_at_the_source(option, tmp
         option,
         tmp_path / "pipe",
     ]
-    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode in (2, 10)
+    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode in (2, 11)
 
 
 def test_a_link_to_a_file_is_followed(tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.errors import CorruptSourceError, ReshardError, VerificationError
+from reshard.errors import ReshardError, StoreError, VerificationError
 from reshard.system.companion import Companion
 
 # Forking this process is safe here: the functions of these tests take no locks.
@@ -62,7 +62,7 @@ def kill_this_process(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize(
     ("number", "kind", "text"),
-    [(signal.SIGBUS, CorruptSourceError, "became shorter"), (signal.SIGKILL, ReshardError, "memory limit")],
+    [(signal.SIGBUS, StoreError, "became shorter"), (signal.SIGKILL, ReshardError, "memory limit")],
 )
 def test_a_companion_that_is_killed_is_an_error_that_says_what_to_do(number, kind, text):
     companion = Companion(lambda: kill_this_process(number), lambda *_: None)

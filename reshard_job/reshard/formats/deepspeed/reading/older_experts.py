@@ -67,7 +67,7 @@ def _read_groups(source: DeepSpeedContents) -> Iterator[dict[str, None]]:
     counts = source.optimizer(0, 0).get("partition_count")
     for at, count in enumerate(counts if isinstance(counts, list) else ()):
         if type(count) is not int or count < 1:
-            raise CorruptSourceError(f"partition_count of group {at} is {count!r:.80}", path=first.path)
+            raise UnsupportedError(f"partition_count of group {at} is {count!r:.80}", path=first.path)
         ranks = range(0, source.topology.dp, source.topology.dp // count)  # those that hold the first experts
         yield {
             name: None for dp in ranks for name in _read_names(source.optimizer(0, dp), at, source.optimizers[0, dp])
@@ -90,7 +90,7 @@ def _read_names(state: Mapping[str, Any], at: int, file: PtFile) -> list[str]:
             address.state.get("start") if isinstance(address, Inert) and isinstance(address.state, Mapping) else None
         )
         if type(start) is not int:
-            raise CorruptSourceError(f"param_slice_mappings: {name!r:.80} has no start", path=file.path)
+            raise UnsupportedError(f"param_slice_mappings: {name!r:.80} has no start", path=file.path)
         starts[name] = start
     return sorted(starts, key=starts.__getitem__)
 

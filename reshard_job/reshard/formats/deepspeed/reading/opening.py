@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.errors import CorruptSourceError, UnsupportedError, make_read_error
 from reshard.formats.base import stated_topology
 from reshard.formats.deepspeed import autoep, names, pipeline
 from reshard.formats.deepspeed.contents import DeepSpeedContents, require_mapping
 from reshard.formats.deepspeed.experts import Experts, find_experts, is_native
-from reshard.formats.deepspeed.logical import is_layered, parse_layer
+from reshard.formats.deepspeed.logical import is_layered, parse_layer, parse_param_shapes
 from reshard.formats.deepspeed.pipeline import PipelineInfo
 from reshard.formats.deepspeed.reading import older_experts
 from reshard.formats.deepspeed.unpartitioned import build_stage_module, find_names
@@ -119,8 +119,8 @@ def _add_experts(source: DeepSpeedContents, commit_model: Mapping[str, Any]) -> 
     if layers:
         counts, _, ep = autoep.find_stacks(layers, where, zero=topology.zero)
         experts = Experts(stacked=counts)
-        if topology.zero == 3:
-            _refuse_frozen(source, experts)
+        _refuse_frozen(source, experts)
+        _check_stacks(source, experts, ep)
     else:
         _check_counts(source)
         experts, ep = find_experts({key: file.value for key, file in source.expert_files.items()}, local, where)
@@ -154,16 +154,25 @@ def _check_folding(source: DeepSpeedContents, topology: Topology) -> None:
 
 
 def _refuse_frozen(source: DeepSpeedContents, experts: Experts) -> None:
-    """Refuse frozen experts at ZeRO-3, where the ranks that hold a part partition it among themselves.
-
-    Raises:
-        UnsupportedError: the message names the first one.
-    """
+    """Refuse frozen experts that model files list; at ZeRO-1, only the files of experts show them."""
     frozen = [name for file in source.models.values() for name in file.value.get("frozen_param_shapes") or ()]
     if stacks := [name for name in frozen if name in experts.stacked]:
-        raise UnsupportedError(
-            f"has frozen experts, {stacks[0]}, at ZeRO stage 3: they are not converted", path=str(source.folder)
-        )
+        autoep.refuse_frozen(stacks[0], str(source.folder))
+
+
+def _check_stacks(source: DeepSpeedContents, experts: Experts, ep: int) -> None:
+    """Compare the stacks of experts in `param_shapes`, of which each rank has a part, with the stated `num_experts`.
+
+    Raises:
+        CorruptSourceError: a stack has another number of experts.
+    """
+    for file in source.models.values():
+        for name, shape in (item for group in parse_param_shapes(file) for item in group.items()):
+            count = experts.stacked.get(name)
+            if count is not None and count != shape[0] * ep:
+                raise CorruptSourceError(
+                    f"{name} has {shape[0]} experts on each of {ep} ranks, num_experts is {count}", path=file.path
+                )
 
 
 def _check_counts(source: DeepSpeedContents) -> None:
@@ -266,7 +275,7 @@ def _list_files(folder: Path) -> dict[str, names.FileName]:
     try:
         listed = sorted(item.name for item in folder.iterdir())
     except OSError as error:
-        raise CorruptSourceError(f"cannot be listed: {error.strerror}", path=str(folder)) from error
+        raise make_read_error(error, str(folder), what="cannot be listed", is_indexed=False) from error
     return {name: parsed for name in listed if (parsed := names.parse(name)) is not None}
 
 
@@ -309,7 +318,7 @@ def read_zero_stage(state: Mapping[str, Any]) -> int:
 def _read_topology(first: PtFile, file_names: Mapping[str, names.FileName], folder: Path) -> Topology:
     value = first.value
     if not isinstance(value, Mapping) or "dp_world_size" not in value or "global_steps" not in value:
-        raise CorruptSourceError("is not a DeepSpeed model file: no dp_world_size, global_steps", path=first.path)
+        raise UnsupportedError("is not a DeepSpeed model file: no dp_world_size, global_steps", path=first.path)
     dp: Any = value["dp_world_size"]
     mp: Any = value.get("mp_world_size", 1)
     tp: Any

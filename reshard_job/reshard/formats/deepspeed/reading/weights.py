@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard.errors import CorruptSourceError
+from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import autoep, flat
 from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.logical import Model, Param, make_param, read_layer_weights
@@ -127,8 +127,11 @@ def add_experts(
             known = model.params.get(stack)
             for copy, own in enumerate((file, *source.expert_copies.get((layer, expert), ()))):
                 found = own.value.get(name)
-                if known is None or found is None or found.shape != known.shape[1:]:
-                    raise CorruptSourceError(f"holds {name} {tensor.shape}, a slice of no known stack", path=own.path)
+                if known is None:
+                    autoep.refuse_frozen(stack, own.path)
+                if found is None or found.shape != known.shape[1:]:
+                    expected = f"expected a slice of {known.shape}"
+                    raise CorruptSourceError(f"holds {name} {tensor.shape}, {expected}", path=own.path)
                 place = Place(known.shape[0], expert, copy, files[own.path], found.file_offset)
                 rows.add_shard("weight", known, place, dtype=found.dtype, strides=(found.num_elements, *found.stride))
             counts[stack] = counts.get(stack, 0) + 1
@@ -184,7 +187,7 @@ def add_zero3_buffers(
 def _read_module(file: PtFile) -> Mapping[str, Tensor]:
     value = file.value.get("module")
     if not isinstance(value, Mapping) or not all(isinstance(item, Tensor) for item in value.values()):
-        raise CorruptSourceError("its module is not a dict of tensors", path=file.path)
+        raise UnsupportedError("its module is not a dict of tensors", path=file.path)
     return value
 
 

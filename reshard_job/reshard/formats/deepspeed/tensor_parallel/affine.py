@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.tensor_parallel.rules import BoxPair, Rule, Shape
 from reshard.tensors.geometry import strides_of
 
@@ -59,7 +59,7 @@ def check_map(name: str, entry: Any, rule: Rule, whole: Shape, tp: int, *, unrol
             for rank, value in ranks.items()
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptSourceError(f"the affine map of {name} is not understood: {error!r}") from error
+        raise UnsupportedError(f"the affine map of {name} is not understood: {error!r}") from error
     if scaled:
         raise UnsupportedError(
             f"{name}: its affine map scales values by {scaled[0]}",

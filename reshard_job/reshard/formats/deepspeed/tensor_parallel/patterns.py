@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.tensor_parallel.affine import Unrolled, check_map, read_maps
 from reshard.formats.deepspeed.tensor_parallel.regex import PatternError, PatternSet
 from reshard.formats.deepspeed.tensor_parallel.rules import WHOLE, Rule, Shape
@@ -56,7 +56,7 @@ class Patterns:
         if not isinstance(true, int) or not isinstance(padded, int):
             return None
         if not 0 < true <= padded:
-            raise CorruptSourceError(f"universal_checkpoint_info: vocabulary of {true} rows padded to {padded}")
+            raise UnsupportedError(f"universal_checkpoint_info: vocabulary of {true} rows padded to {padded}")
         return true, padded
 
     @property
@@ -76,7 +76,7 @@ class Patterns:
         if self.vocabulary_multiple is None:
             return rows[1]
         if self.vocabulary_multiple > rows[1]:
-            raise CorruptSourceError(
+            raise UnsupportedError(
                 f"universal_checkpoint_info: a vocabulary of {rows[1]} padded rows is no multiple of"
                 f" {self.vocabulary_multiple}"
             )

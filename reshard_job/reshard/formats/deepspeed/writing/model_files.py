@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.errors import CorruptSourceError
+from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import autoep, names
 from reshard.formats.deepspeed.logical import Param, read_layer_weights
 from reshard.formats.deepspeed.writing.carried_objects import Template
@@ -161,7 +161,7 @@ def _make_module(target: Target, like: StatefulDict, template: Template, tp: int
             module[name] = new_tensor(tensor.dtype, target.shard(name, tp))
             own[name] = (target.params.get(name) or target.weights[name], module[name])
         elif target.source.topology.zero < 3 or tensor.num_elements:  # else a second name of a weight that is not saved
-            raise CorruptSourceError(f"the module holds {name}, which is neither parameter nor buffer")
+            raise UnsupportedError(f"the module holds {name}, which is neither parameter nor buffer")
     return module, own
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.logical import Param
 from reshard.formats.deepspeed.rows import Rows
 from reshard.formats.deepspeed.slots import Chunks, RankRange
@@ -63,7 +63,7 @@ class TargetRows(Rows):
         return None if at is None else self._index.tensors[at].dtype
 
     def require(self) -> None:
-        """Refuse a source that lacks tensors of the target.
+        """Refuse a source that lacks tensors of the target, or has states that only some target groups have.
 
         Raises:
             UnsupportedError: the message lists the tensors.
@@ -84,6 +84,23 @@ class TargetRows(Rows):
                 hint="give --names FILE where names differ, and --like a checkpoint of the same model; weights alone"
                 " are no DeepSpeed checkpoint: load them into the model before deepspeed.initialize",
             )
+        if lost := self._find_lost_states():
+            raise UnsupportedError(
+                f"the target has no place for {len(lost)} states of the source, and has it for other parameters",
+                path=str(self._index.root),
+                problems=lost[:20],
+                hint="name with --like a checkpoint whose parameter groups keep the states that the source has",
+            )
+
+    def _find_lost_states(self) -> list[str]:
+        """Find states of the source that the target holds for other parameters only."""
+        states = {tensor.key.state for tensor in self.tensors} - _OTHER.keys()
+        names, used = {tensor.key.name for tensor in self.tensors}, set(self.origins)
+        return [
+            f"{tensor.key} {list(tensor.shape)}"
+            for at, tensor in enumerate(self._index.tensors)
+            if at not in used and tensor.key.state in states and tensor.key.name in names
+        ]
 
     def notes(self) -> tuple[str, ...]:
         """Describe for people what the target lacks of the source, and what is less exact than its type."""
@@ -117,7 +134,7 @@ class TargetRows(Rows):
         if key in self._ids:
             known = self.tensors[self._ids[key]]
             if (known.shape, known.dtype) != (shape, dtype):
-                raise CorruptSourceError(f"{key} is {known.dtype} {known.shape} and {dtype} {shape}")
+                raise UnsupportedError(f"{key} is {known.dtype} {known.shape} and {dtype} {shape}")
             return self._ids[key]
         if key in self._left_out:
             return None
