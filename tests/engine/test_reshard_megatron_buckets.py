@@ -5,6 +5,7 @@ Gradients of the small models are drawn by the name of the weight, so that state
 without padding: with several, 0.16.1 reads the states of one bucket where another one's are.
 """
 
+import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -104,6 +105,20 @@ def test_states_are_what_megatron_core_itself_finds_in_its_buckets(name, states)
     found = read(states / name / "dp_reshardable")
     assert len(found) > 50
     assert found == read(states / name / "fully_reshardable")
+
+
+def test_one_expert_on_each_rank_is_converted_where_args_say_that_it_is_not_grouped(tmp_path):
+    """The files alone do not show whether the expert is transposed in the buckets."""
+    run = hold(tmp_path, "one", ep=2, model={**EXPERTS, "num_moe_experts": 2})
+    launch([run], MEGATRON)
+    source, truth = (tmp_path / "one" / kind for kind in KINDS)
+    assert not [key for key in read(source) if not key.startswith("weight/")]
+    torch = pytest.importorskip("torch")
+    common = torch.load(source / "common.pt", weights_only=False)
+    torch.save({**common, "args": argparse.Namespace(moe_grouped_gemm=False)}, source / "common.pt")
+    assert read(source) == read(truth)
+    go(source, tmp_path / "out", "dp=1", "megatron")
+    assert read(tmp_path / "out") == read(truth)
 
 
 @pytest.mark.parametrize("name", SPLIT)

@@ -91,7 +91,14 @@ def read(root: Path, *, is_megatron: bool = False, is_target: bool = False) -> T
         _add_tensor(table, key, entry, pieces, is_megatron=is_megatron)
     buckets = [name for name in entries if is_megatron and _MEGATRON_BUCKET.match(name)]
     if buckets and "common.pt" in numbers and all(map(is_bucket, buckets)):  # others are never converted
-        add_states(table, buckets, lambda name: _read_bucket(table, entries[name], numbers, is_target=is_target))
+        common = OpenedFile(table, "common.pt", is_target=False, number=numbers["common.pt"])
+        args = common.find("args")
+        add_states(
+            table,
+            buckets,
+            lambda name: _read_bucket(table, entries[name], numbers, is_target=is_target),
+            is_sequential=isinstance(args, Inert) and args.field("moe_grouped_gemm") is False,
+        )
     return table
 
 

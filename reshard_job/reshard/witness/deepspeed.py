@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.witness import unpartitioned
+from reshard.witness.older_experts import read_shapes
 from reshard.witness.opened import OpenedFile
 from reshard.witness.pickles import Inert, NotWitnessedError, StoredTensor
 from reshard.witness.table import OPTIMIZER, Holder, Key, Parts, Piece, Slots, Stream, Table, Tensor, row_major
@@ -95,6 +96,8 @@ class _Stranger:
 
     def read(self) -> Table:
         """Return the table of all tensors."""
+        if self._stage in {1, 2} and self._experts and len(self._models) == 1:
+            self._name_older_groups()
         if self._stage and any(file.find("param_shapes") is None for file in self._models.values()):
             self._table.unknown[OPTIMIZER] = "older model files do not name the parameters of the optimizer"
         if self._layers:
@@ -120,6 +123,12 @@ class _Stranger:
         half = "bfloat16" if enabled["bf16"] or enabled["bfloat16"] else "float16" if enabled["fp16"] else "float32"
         self._table.model_dtype = half
         return self._table
+
+    def _name_older_groups(self) -> None:
+        model = self._models[0, 0]
+        if model.find("param_shapes") is None:
+            groups = read_shapes(model, list(self._experts.values()), list(self._optimizers.values()))
+            model.value = {**model.value, "param_shapes": groups}
 
     def _put(self, state: str, name: str, copies: Sequence[Sequence[Shard]]) -> None:
         """Add a tensor of which each copy is cut over the tensor-parallel ranks."""

@@ -93,13 +93,16 @@ def is_bucket(name: str) -> bool:
     return _KEY.fullmatch(name) is not None
 
 
-def add_states(table: Table, names: Sequence[str], read: Callable[[str], Bucket]) -> None:
+def add_states(
+    table: Table, names: Sequence[str], read: Callable[[str], Bucket], *, is_sequential: bool = False
+) -> None:
     """Add the states in buckets to the table, which has the weights, or say in `Table.unknown` that they are not known.
 
     Args:
         table: of the checkpoint.
         names: entries that `is_bucket` accepts.
         read: returns a state's elements in a bucket.
+        is_sequential: the checkpoint says that experts are modules of their own, which are never transposed.
     """
     found: dict[_Bucket, dict[str, Bucket]] = {}
     for name in names:
@@ -110,7 +113,7 @@ def add_states(table: Table, names: Sequence[str], read: Callable[[str], Bucket]
     why = _WHY
     for order, is_grouped in itertools.product(_ORDERS, (False, True)):
         try:
-            counted = _Model(table, list(found), order, is_grouped=is_grouped)
+            counted = _Model(table, list(found), order, is_grouped=is_grouped, is_sequential=is_sequential)
             spots = counted.count_off({at: bucket[states[0]] for at, bucket in found.items()})
         except NotWitnessedError as error:
             why = str(error)
@@ -150,7 +153,15 @@ class _Spot(NamedTuple):
 class _Model:
     """A model whose parameters are counted off against the chunks of buckets, in one order of a layer's modules."""
 
-    def __init__(self, table: Table, buckets: Sequence[_Bucket], order: Sequence[str], *, is_grouped: bool) -> None:
+    def __init__(
+        self,
+        table: Table,
+        buckets: Sequence[_Bucket],
+        order: Sequence[str],
+        *,
+        is_grouped: bool,
+        is_sequential: bool,
+    ) -> None:
         self._weights = {
             key.name: tensor
             for key, tensor in table.tensors.items()
@@ -176,7 +187,7 @@ class _Model:
             raise NotWitnessedError(_WHY)
         if self._experts % self._ep or len(layers) % (self._stages * self._turns):
             raise NotWitnessedError(_WHY)
-        if second is not None and self._experts == self._ep:
+        if second is not None and self._experts == self._ep and not is_sequential:
             raise NotWitnessedError("whether experts are transposed in the optimizer's buckets: each rank has one")
         self._each = len(layers) // (self._stages * self._turns)
 
