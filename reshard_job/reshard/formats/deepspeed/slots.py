@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.errors import CorruptSourceError
+from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import PtFile
 
@@ -95,10 +95,13 @@ def locate_tensor(
     """
     own = [(rank, file, tensors[key]) for rank, (file, tensors) in enumerate(rank_tensors) if key in tensors]
     dtype = own[0][2].dtype if isinstance(own[0][2], Tensor) else ""
-    for _, file, tensor in own:
+    for rank, file, tensor in own:
         if not isinstance(tensor, Tensor) or tensor.num_elements != length or not tensor.is_contiguous:
             count = tensor.num_elements if isinstance(tensor, Tensor) else "no"
-            raise CorruptSourceError(f"{what} has {count} elements, expected {length}", path=file.path)
+            master = rank_tensors[rank][1].get("fp32")  # beside a sound one, the optimizer makes the state so
+            is_sound = key != "fp32" and isinstance(master, Tensor) and master.num_elements == length
+            kind = UnsupportedError if is_sound else CorruptSourceError
+            raise kind(f"{what} has {count} elements, expected {length}", path=file.path)
         if tensor.dtype != dtype:
             raise CorruptSourceError(f"{what} is {tensor.dtype}, another rank's {dtype}", path=file.path)
     ranks, numbers = [rank for rank, _, _ in own], [files[file.path] for _, file, _ in own]

@@ -42,26 +42,26 @@ def read_group_states(source: DeepSpeedContents, mp: int, dp: int) -> list[Group
     masters = state.get("fp32_flat_groups" if zero3 else "single_partition_of_fp32_groups")
     inner = state.get("optimizer_state_dict" if zero3 else "base_optimizer_state")
     if not isinstance(masters, list) or not all(isinstance(master, Tensor) for master in masters):
-        raise CorruptSourceError("has no list of fp32 partitions", path=path)
+        raise UnsupportedError("has no list of fp32 partitions", path=path)
     if isinstance(inner, Mapping) and isinstance(inner.get("state"), Mapping):
         per_group = [inner["state"].get(group, {}) for group in range(len(masters))]
         if inner["state"].keys() - set(range(len(masters))):
-            raise CorruptSourceError(f"optimizer states {list(inner['state'])} for {len(masters)} groups", path=path)
+            raise UnsupportedError(f"optimizer states {list(inner['state'])} for {len(masters)} groups", path=path)
     elif isinstance(inner, list) and len(inner) == len(masters):  # elastic_checkpoint
         per_group = inner
     else:
-        raise CorruptSourceError("has no optimizer states", path=path)
+        raise UnsupportedError("has no optimizer states", path=path)
     return [_split(master, states, path) for master, states in zip(masters, per_group, strict=True)]
 
 
 def _split(master: Tensor, states: Any, path: str) -> GroupState:
     if not isinstance(states, Mapping):
-        raise CorruptSourceError(f"the states of a group are {states!r:.80}, expected a dict", path=path)
+        raise UnsupportedError(f"the states of a group are {states!r:.80}, expected a dict", path=path)
     flat: dict[str, Tensor] = {"fp32": master}
     scalars: dict[str, Any] = {}
     for key, value in states.items():
         if not isinstance(key, str):
-            raise CorruptSourceError(f"a state is called {key!r:.80}", path=path)
+            raise UnsupportedError(f"a state is called {key!r:.80}", path=path)
         if not isinstance(value, Tensor) or not value.shape:
             scalars[key] = value
             continue
@@ -74,7 +74,7 @@ def _split(master: Tensor, states: Any, path: str) -> GroupState:
         flat[key] = value
     for key, tensor in flat.items():
         if not tensor.is_contiguous or len(tensor.shape) != 1:
-            raise CorruptSourceError(f"partition {key!r} is not flat: {tensor.shape} {tensor.stride}", path=path)
+            raise UnsupportedError(f"partition {key!r} is not flat: {tensor.shape} {tensor.stride}", path=path)
     return GroupState(flat=flat, scalars=scalars, order=tuple(states))
 
 
@@ -84,10 +84,12 @@ def check_scalars(source: DeepSpeedContents) -> None:
     The bytes of the scalars are not read. The archive states the CRC-32 of each, which differs whenever four bytes do.
 
     Raises:
-        CorruptSourceError: they differ; the message names the files.
+        CorruptSourceError: `step` differs; the message names the files.
+        UnsupportedError: other scalars differ: each is a value of a partition.
     """
     topology = source.topology
     problems: list[str] = []
+    of_partitions: list[str] = []
     read_first = functools.cache(functools.partial(read_group_states, source, dp=0))
     for (mp, dp), file in source.optimizers.items():
         first = mp - mp % topology.tp
@@ -96,14 +98,21 @@ def check_scalars(source: DeepSpeedContents) -> None:
         reference = Path(source.optimizers[first, 0].path).name
         pairs = zip(read_group_states(source, mp, dp), read_first(first), strict=False)
         for at, (own, expected) in enumerate(pairs):
-            problems += [
-                f"{Path(file.path).name}: {key!r} of group {at} is not that of {reference}"
-                for key, value in own.scalars.items()
-                if identify_scalar(value) != identify_scalar(expected.scalars.get(key))
-            ]
+            for key, value in own.scalars.items():
+                if identify_scalar(value) != identify_scalar(expected.scalars.get(key)):
+                    listed = problems if key == "step" else of_partitions
+                    listed.append(f"{Path(file.path).name}: {key!r} of group {at} is not that of {reference}")
     if problems:
         raise CorruptSourceError(
             "optimizer files are of different steps", path=str(source.folder), problems=problems[:20]
+        )
+    if of_partitions:
+        raise UnsupportedError(
+            "its optimizer has states with one value for each rank's partition, which no other partition has",
+            path=str(source.folder),
+            problems=of_partitions[:20],
+            hint="resume in the topology that it was saved in: only states with one value per weight, or one per group"
+            " on all ranks, are converted",
         )
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard.errors import CorruptSourceError
+from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed import autoep, flat, muon
 from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.fields import Kind, detect_kind
@@ -85,7 +85,9 @@ def add_partitions(
                 if tensor.num_elements not in (unpadded, layout.partition):
                     if key == muon.MOMENTUM and not groups:
                         muon.refuse_elastic(file.path)
-                    raise CorruptSourceError(
+                    # Beside a sound master, a state of another length is one that the optimizer makes so.
+                    is_sound = partitioned["fp32"].num_elements in (unpadded, layout.partition)
+                    raise (UnsupportedError if is_sound else CorruptSourceError)(
                         f"group {at}: partition {key!r} has {tensor.num_elements} elements, expected {unpadded}"
                         f" or with padding {layout.partition}",
                         path=file.path,

@@ -5,12 +5,22 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.fields import Kind, read_offload_device
 from reshard.formats.deepspeed.reading.groups import has_muon
 from reshard.formats.deepspeed.writing.target import Target
 from reshard.formats.deepspeed.writing.zero3 import list_sub_groups
 from reshard.topology import Topology
 
+PER_ELEMENT = {
+    *("weight", "fp32", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum"),
+    *("square_avg", "grad_avg", "acc_delta", "ax", "prev", "step_size"),
+}
+"""States of optimizers that compute each element of a parameter by itself (torch 2.13 and DeepSpeed 0.19.8).
+
+An optimizer with other states may compute over whole tensors, as Adafactor does. In the ZeRO stages 1 to 3, its tensors
+are a rank's flat partitions: there it keeps other states than for matrices, and computes other numbers.
+"""
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 _OTHER_PIPELINES = (0, 16, 0), (0, 19, 8)
 """First version with other gradients of pipelines, and first version without.
@@ -69,6 +79,40 @@ def collect_advice(target: Target, before: Topology | None) -> tuple[str, ...]:
             " or choose zero=1"
         )
     return tuple(notes)
+
+
+def refuse_flat_states(target: Target, *, is_flat: bool) -> None:
+    """Refuse states of flat partitions for an optimizer that gets parameters in their own shape.
+
+    Args:
+        target: with all its tensors.
+        is_flat: the source keeps states in flat partitions.
+
+    Raises:
+        UnsupportedError: the message names the first state.
+    """
+    if not is_flat or target.kind not in (Kind.PLAIN, Kind.UNFUSED):
+        return
+    for tensor in target.rows.tensors:
+        if tensor.key.state not in PER_ELEMENT and len(tensor.shape) > 1:
+            raise UnsupportedError(
+                f"{tensor.key} {list(tensor.shape)}: the source has this state for a flat partition, and it is not"
+                " known whether the optimizer keeps it for a matrix",
+                path=str(target.source.folder),
+                hint="Adafactor, for instance, keeps rows and columns of a matrix: choose ZeRO stage 1, 2 or 3",
+            )
+
+
+def note_partitioned_states(target: Target, before: Topology) -> tuple[str, ...]:
+    """Return a note about states that may depend on how parameters are cut into partitions, if that changes."""
+    states = sorted({tensor.key.state for tensor in target.rows.tensors} - PER_ELEMENT)
+    if not states or before == target.topology or before.zero == target.topology.zero == 0:
+        return ()
+    note = (
+        f"{', '.join(states)}: states of an optimizer that may compute over whole tensors. At ZeRO stages 1 to 3 it"
+        " computes over the partition of a rank, so training goes on with other numbers where partitions change"
+    )
+    return (note,)
 
 
 def _list_untied(target: Target) -> list[str]:

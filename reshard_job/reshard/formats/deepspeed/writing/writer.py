@@ -25,7 +25,7 @@ from reshard.formats.deepspeed.muon import is_same_training
 from reshard.formats.deepspeed.names import NAME
 from reshard.formats.deepspeed.reading.groups import has_muon
 from reshard.formats.deepspeed.reading.reader import DeepSpeedExtra, NativeConvertible
-from reshard.formats.deepspeed.writing.advice import collect_advice
+from reshard.formats.deepspeed.writing.advice import collect_advice, note_partitioned_states, refuse_flat_states
 from reshard.formats.deepspeed.writing.model_files import write_experts, write_layers, write_model
 from reshard.formats.deepspeed.writing.optimizer_files import list_buffers, write_optimizers
 from reshard.formats.deepspeed.writing.origins import TargetRows
@@ -85,6 +85,7 @@ def lay_out(index: Index, request: Request, example: Example | None = None) -> T
         write_layers(result)
     write_experts(result)
     rows.require()
+    refuse_flat_states(result, is_flat=index.topology.zero > 0 and index.format in {NAME, "universal"})
     return TargetLayout(
         format=NAME,
         topology=target,
@@ -98,6 +99,7 @@ def lay_out(index: Index, request: Request, example: Example | None = None) -> T
             *splits,
             *rows.notes(),
             *collect_advice(result, _find_topology(index)),
+            *note_partitioned_states(result, index.topology),
         ),
         aliases=extra.aliases,
         zeros=ranges_of(rows.zeros),

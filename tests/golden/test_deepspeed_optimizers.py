@@ -1,0 +1,88 @@
+"""Optimizers that do not compute each element by itself: what their states show, a conversion refuses or notes."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from reshard.api import index_of, plan_of
+from reshard.errors import CorruptSourceError, UnsupportedError
+from reshard.formats.base import Request
+from reshard.formats.pt.objects import new_tensor
+from reshard.topology import Topology
+from tests.golden.files import STEP, edit, golden
+
+NAME = "zero2-dp3"
+
+
+def change_states(folder: Path, change, name: str = NAME) -> Path:
+    """Copy a golden checkpoint and call `change` with the rank and the states of each of its groups."""
+    shutil.copytree(golden(name), folder)
+    for rank in range(3):
+
+        def change_file(value: dict, rank: int = rank) -> None:
+            state = value["optimizer_state_dict"]
+            base = state.get("base_optimizer_state") or state["optimizer_state_dict"]
+            for states in base["state"].values():
+                change(rank, states)
+
+        edit(folder, next(folder.glob(f"zero_pp_rank_{rank}_*optim_states.pt")).name, change_file)
+    return folder
+
+
+def keep_variance(_rank: int, states: dict) -> None:
+    """Keep what torch's Adafactor has for a tensor with one dim: for a matrix it has rows and columns instead."""
+    states["variance"] = states.pop("exp_avg_sq")
+    del states["exp_avg"]
+
+
+@pytest.mark.parametrize("name", [NAME, "zero3-dp3"])
+def test_a_state_of_flat_partitions_is_not_given_to_matrices(tmp_path, name):
+    """DeepSpeed loads it at ZeRO-0, and Adafactor's first step fails on an assertion."""
+    index = index_of(change_states(tmp_path / STEP, keep_variance, name))
+    with pytest.raises(UnsupportedError, match=r"variance/\S+ \[\d+, \d+\]: the source has this state for a flat"):
+        plan_of(index, Topology(dp=1, zero=0))
+
+
+def test_a_state_that_may_depend_on_the_partition_is_noted_where_partitions_change(tmp_path):
+    index = index_of(change_states(tmp_path / STEP, keep_variance))
+
+    def find(topology: Topology) -> list[str]:
+        return [note for note in plan_of(index, topology).layout.notes if note.startswith("variance: ")]
+
+    assert len(find(Topology(dp=1, zero=2))) == len(find(Topology(dp=3, zero=1))) == 1
+    assert not find(index.topology)
+
+
+def test_a_state_of_each_partition_is_not_called_a_mix_of_two_saves(tmp_path):
+    """Adafactor of transformers keeps the root mean square of the tensor that it sees, which is a partition."""
+    source = change_states(tmp_path / "own" / STEP, lambda rank, states: states.update(RMS=0.5 + rank))
+    with pytest.raises(UnsupportedError, match="one value for each rank's partition"):
+        plan_of(index_of(source), Topology(dp=2, zero=1))
+    equal = change_states(tmp_path / "equal" / STEP, lambda _rank, states: states.update(RMS=0.5))
+    plan_of(index_of(equal), Topology(dp=2, zero=1))
+    mixed = change_states(tmp_path / "mixed" / STEP, lambda rank, states: states.update(step=float(rank)))
+    with pytest.raises(CorruptSourceError, match="of different steps"):
+        index_of(mixed)
+
+
+@pytest.mark.parametrize("name", [NAME, "zero3-dp3"])
+def test_a_state_of_another_length_than_its_partition_is_not_called_damage(tmp_path, name):
+    def lengthen(_rank: int, states: dict) -> None:
+        count = states["exp_avg"].num_elements + 5
+        states["exp_avg"] = new_tensor("float32", (count,), bytes(4 * count))
+
+    with pytest.raises(UnsupportedError, match=r"exp_avg' has \d+ elements, expected"):
+        plan_of(index_of(change_states(tmp_path / STEP, lengthen, name)), Topology(dp=2, zero=1))
+
+
+def test_a_template_whose_group_lacks_a_state_is_refused_by_the_states(tmp_path):
+    def without(value: dict) -> None:
+        value["optimizer_state_dict"]["base_optimizer_state"]["state"][0].pop("exp_avg_sq")
+
+    like = Path(shutil.copytree(golden(NAME), tmp_path / STEP))
+    for rank in range(3):
+        edit(like, f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", without)
+    with pytest.raises(UnsupportedError, match="no place for 3 states of the source") as caught:
+        plan_of(index_of(golden(NAME)), Request(topology=Topology(dp=2, zero=1), like=index_of(like)))
+    assert "exp_avg_sq/embed.weight [13, 7]" in caught.value.problems
