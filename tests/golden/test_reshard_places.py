@@ -116,6 +116,13 @@ def test_an_unfinished_result_is_no_source(tmp_path: Path, say: Answer) -> None:
     assert f"{folder.name} in it is unfinished" in say("inspect", tmp_path, code=ExitCode.UNSUPPORTED)
 
 
+def test_a_commit_that_is_not_there_may_be_there_again_later(tmp_path: Path, say: Answer) -> None:
+    """So the operator, which knows that it was committed, tries again."""
+    words = ["run", tmp_path / "gone", tmp_path / "out", "--to", "dp=2"]
+    assert "no such folder" in say(*words, "--require-commit", code=ExitCode.SOURCE_UNAVAILABLE)
+    assert "no such folder" in say(*words, code=ExitCode.UNSUPPORTED)
+
+
 def test_a_template_that_is_not_there_is_named(tmp_path: Path, say: Answer) -> None:
     found = say("plan", ZERO2, "--to", "dp=2", "--like", tmp_path / "gone", code=ExitCode.UNSUPPORTED)
     assert f"{tmp_path}/gone: there is no such folder" in found

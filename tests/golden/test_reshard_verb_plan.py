@@ -98,7 +98,7 @@ def test_a_name_that_is_too_long_is_a_named_error(tmp_path: Path, say: Answer, v
         assert "bytes, " in say(verb, PIPELINE, target, "--to", "dp=3", code=ExitCode.TARGET_FAILED)
     assert "PATH" not in (found := say(verb, PIPELINE, tmp_path / "x/" / ("y/" * 2000), "--to", "dp=3", code=20))
     assert "at most" in found
-    assert "no such folder" in say(verb, tmp_path / ("x" * 300), tmp_path / "out", "--to", "dp=3", code=10)
+    assert "no such folder" in say(verb, tmp_path / ("x" * 300), tmp_path / "out", "--to", "dp=3", code=11)
     long = tmp_path / ("r" * 300)
     text = say("run", PIPELINE, tmp_path / "out", "--to", "dp=3", "--report", long, code=ExitCode.TARGET_FAILED)
     assert "the report cannot be written" in text

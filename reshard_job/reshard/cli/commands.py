@@ -444,8 +444,9 @@ def _conversion(options: argparse.Namespace, target: Path | None, *, is_run: boo
     source = location(options.source).absolute()
     source = find_newest(source) if getattr(options, "newest", False) else source
     topology = arguments.parse_topology(options.to)
+    is_committed = getattr(options, "require_commit", False)
     if topology is None or not is_run:
-        check_source(source)
+        check_source(source, is_committed=is_committed)
     like = None if options.like is None else location(options.like).absolute()
     if like is not None:
         check_source(like)
@@ -474,7 +475,7 @@ def _conversion(options: argparse.Namespace, target: Path | None, *, is_run: boo
         allow_globals=tuple(options.allow_global),
     )
     if is_run and find_commit_without_source(conversion) is None:
-        check_source(source)
+        check_source(source, is_committed=is_committed)
     if options.format != "safetensors" and options.states != "weight" and source.is_dir():
         refuse_weights_beside(source)
     return conversion

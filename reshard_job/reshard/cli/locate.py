@@ -20,6 +20,7 @@ from reshard.errors import (
     ReshardError,
     SourceError,
     TargetError,
+    UncommittedError,
     UnsupportedError,
     UsageError,
     make_read_error,
@@ -33,13 +34,20 @@ _MOST_NAME_BYTES = 255  # of Linux' file systems
 _MOST_PATH_BYTES = 3800  # PATH_MAX is 4096; the files of the result have names too
 
 
-def check_source(path: Path) -> None:
+def check_source(path: Path, *, is_committed: bool = False) -> None:
     """Refuse a path that is not the folder of one checkpoint.
 
+    Args:
+        path: as given by the user.
+        is_committed: the user knows that a commit was there, so that its volume may be away for a while.
+
     Raises:
+        UncommittedError: missing, although it was committed.
         NotACheckpointError: missing, a file, unreadable, or the folder above the checkpoints; says what is there.
     """
     try:
+        if is_committed and not _exists(path):
+            raise UncommittedError("there is no such folder", path=str(path), hint=_nearest(path))
         _check_source(path)
     except ReshardError:
         raise

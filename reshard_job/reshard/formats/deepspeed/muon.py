@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.errors import UnsupportedError
+from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed.fields import Kind, read_offload_device
 from reshard.formats.deepspeed.flat import FlatGroup, Span
 from reshard.formats.pt.objects import Tensor
@@ -76,7 +76,7 @@ def check_momentum(at: int, whole: Mapping[str, Tensor], layout: FlatGroup, rank
     expected = count_momentum(layout, rank)
     for key, tensor in whole.items():
         if tensor.num_elements != expected:
-            raise UnsupportedError(
+            raise CorruptSourceError(
                 f"group {at}: {key!r} has {tensor.num_elements} elements, expected {expected}: Muon keeps that of whole"
                 " parameters where the optimizer is not offloaded",
                 path=path,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.errors import UnsupportedError
+from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.matching import Shape, match_names, match_sizes
 from reshard.formats.deepspeed.pipeline import PipelineInfo
@@ -74,7 +74,7 @@ def _cut(flat: ParamState, shapes: Mapping[str, Shape], path: str) -> list[Param
     """Cut the states of a flat group into those of its parameters."""
     *starts, end = 0, *itertools.accumulate(math.prod(shape) for shape in shapes.values())
     if wrong := [tensor.shape for tensor in flat.tensors.values() if tensor.shape != (end,)]:
-        raise UnsupportedError(f"a flat group of {end} elements has a state of the shape {wrong[0]}", path=path)
+        raise CorruptSourceError(f"a flat group of {end} elements has a state of the shape {wrong[0]}", path=path)
     return [
         dataclasses.replace(
             flat, tensors={key: make_view(tensor, start, shape) for key, tensor in flat.tensors.items()}
@@ -96,12 +96,12 @@ def _read_saved_states(optimizer: Mapping[str, Any], path: str) -> list[list[Par
     if FLAT_MASTERS in optimizer:
         flat = optimizer[FLAT_MASTERS]
         if not isinstance(flat, list) or not all(isinstance(item, Tensor) and item.shape for item in flat):
-            raise UnsupportedError(f"its {FLAT_MASTERS} is no list of flat tensors", path=path)
+            raise CorruptSourceError(f"its {FLAT_MASTERS} is no list of flat tensors", path=path)
         masters = [[master] for master in flat]
     if not isinstance(groups, list) or not isinstance(states, Mapping):
-        raise UnsupportedError("its optimizer has no state and param_groups", path=path)
+        raise CorruptSourceError("its optimizer has no state and param_groups", path=path)
     if masters is not None and [len(group) for group in masters] != [len(group["params"]) for group in groups]:
-        raise UnsupportedError("its fp32_groups do not fit the optimizer's param_groups", path=path)
+        raise CorruptSourceError("its fp32_groups do not fit the optimizer's param_groups", path=path)
     saved = [
         [
             _split(states.get(number, {}), None if masters is None else masters[at][place], number, path)
@@ -117,14 +117,14 @@ def _read_saved_states(optimizer: Mapping[str, Any], path: str) -> list[list[Par
 def _check_flat(states: Sequence[ParamState], path: str) -> None:
     """Check that flat groups are contiguous and have all states, which FP16_Optimizer creates in its constructor."""
     if any(tensor.stride != (1,) for state in states for tensor in state.tensors.values()):
-        raise UnsupportedError(f"its {FLAT_MASTERS}, or a state of one, is not contiguous", path=path)
+        raise CorruptSourceError(f"its {FLAT_MASTERS}, or a state of one, is not contiguous", path=path)
     if len({frozenset(state.order) for state in states}) > 1 or not all(state.order for state in states):
-        raise UnsupportedError("a flat group of its optimizer lacks states", path=path)
+        raise CorruptSourceError("a flat group of its optimizer lacks states", path=path)
 
 
 def _split(states: Any, master: Tensor | None, number: int, path: str) -> ParamState:
     if not isinstance(states, Mapping):
-        raise UnsupportedError(f"the states of parameter {number} are {states!r:.80}, expected a dict", path=path)
+        raise CorruptSourceError(f"the states of parameter {number} are {states!r:.80}, expected a dict", path=path)
     tensors: dict[str, Tensor] = {} if master is None else {"fp32": master}
     scalars: dict[str, Any] = {}
     for key, value in states.items():
@@ -238,7 +238,7 @@ def build_stage_module(source: DeepSpeedContents, info: PipelineInfo | None, pp:
             " with zero_optimization.stage 1",
         )
     if len(parts) != source.topology.pp + 1:
-        raise UnsupportedError(
+        raise CorruptSourceError(
             f"has {source.topology.pp} pipeline stages, its pipeline_layout has the parts {list(parts)}",
             path=str(source.folder),
         )
