@@ -20,7 +20,7 @@ class Rule(NamedTuple):
     message: str
 
 
-def _relative_path(path: str, becomes: str) -> dict[str, tuple[Rule, ...]]:
+def _relative_path(path: str, becomes: str = "part of a command") -> dict[str, tuple[Rule, ...]]:
     """Return the rules of a path inside the claim; `becomes` says what the operator makes from it."""
     return {
         path: (
@@ -51,27 +51,23 @@ _SIZES_OF_TENSORS = ("layers", "hiddenSize", "attentionHeads", "vocabSize", "pad
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "": (
-        Rule(
-            (
-                "self.spec.checkpoint.startFrom == oldSelf.spec.checkpoint.startFrom || !has(self.status) || "
-                "(!has(self.status.startedFrom) && !has(self.status.firstStepTime))"
-            ),
-            (
-                "spec.checkpoint.startFrom cannot change: the job has started already, and goes on from its own "
-                "commits; create a new job to start from another checkpoint"
-            ),
-        ),
-        Rule(
-            (
-                "has(self.spec.checkpoint.startOptions) == has(oldSelf.spec.checkpoint.startOptions) && "
-                "(!has(self.spec.checkpoint.startOptions) || self.spec.checkpoint.startOptions == "
-                "oldSelf.spec.checkpoint.startOptions) || !has(self.status) || (!has(self.status.startedFrom) && "
-                "!has(self.status.firstStepTime))"
-            ),
-            (
-                "spec.checkpoint.startOptions cannot change: the job has started already, and goes on from its own "
-                "commits; create a new job to start from another checkpoint"
-            ),
+        *(
+            Rule(
+                f"{is_same} || !has(self.status) || (!has(self.status.startedFrom) && !has(self.status.firstStepTime))",
+                f"spec.checkpoint.{name} cannot change: the job has started already, and goes on from its own commits; "
+                "create a new job to start from another checkpoint",
+            )
+            for name, is_same in (
+                ("startFrom", "self.spec.checkpoint.startFrom == oldSelf.spec.checkpoint.startFrom"),
+                (
+                    "startOptions",
+                    (
+                        "has(self.spec.checkpoint.startOptions) == has(oldSelf.spec.checkpoint.startOptions) && "
+                        "(!has(self.spec.checkpoint.startOptions) || self.spec.checkpoint.startOptions == "
+                        "oldSelf.spec.checkpoint.startOptions)"
+                    ),
+                ),
+            )
         ),
         Rule(
             "size(self.metadata.name) <= 40",
@@ -435,11 +431,17 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             "'-' and '.'",
         ),
     ),
+    "spec.checkpoint.resumeFrom": (
+        Rule(
+            "self in ['', 'Beginning'] || self.matches('^a[0-9]{1,9}/step-[A-Za-z0-9._-]{1,64}$')",
+            "spec.checkpoint.resumeFrom must be Beginning, or a commit in status.checkpoint.history: a2/step-00000005",
+        ),
+    ),
     **_relative_path("spec.checkpoint.path", becomes="part of commands and environment variables"),
-    **_relative_path("spec.checkpoint.startFrom", becomes="part of a command"),
-    **_relative_path("spec.checkpoint.startOptions.patterns", becomes="part of a command"),
-    **_relative_path("spec.checkpoint.startOptions.names", becomes="part of a command"),
-    **_relative_path("spec.checkpoint.startOptions.like", becomes="part of a command"),
+    **_relative_path("spec.checkpoint.startFrom"),
+    **_relative_path("spec.checkpoint.startOptions.patterns"),
+    **_relative_path("spec.checkpoint.startOptions.names"),
+    **_relative_path("spec.checkpoint.startOptions.like"),
     "spec.checkpoint.allowedGlobals[]": (
         Rule(f"self.matches('^{GLOBAL_PATTERN}$')", f"spec.checkpoint.allowedGlobals: expected {GLOBAL_EXPECTED}"),
     ),

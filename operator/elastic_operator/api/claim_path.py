@@ -1,11 +1,11 @@
-"""Paths inside the claim that holds the checkpoints: `spec.checkpoint.path`, `startFrom` and `startOptions`."""
+"""Where a job starts: `spec.checkpoint.path`, `startFrom`, `startOptions` and the word in `resumeFrom`."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import posixpath
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field, Strict
 
@@ -38,11 +38,30 @@ def _check_path(path: str) -> str:
 CheckedPath = Annotated[str, Strict(), Field(max_length=512), AfterValidator(_check_path)]
 """A path inside the claim; empty for the claim's root, or for none."""
 
+BEGINNING: Final = "Beginning"
+"""Value of `spec.checkpoint.resumeFrom`: begin as a job without commits does."""
+
 RelativePath = Annotated[CheckedPath, AfterValidator(normalize_path)]
 
 
 def _is_permitted(character: str) -> bool:
     return (character.isascii() and character.isalnum()) or character in _OTHER_CHARACTERS
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StartOptions:
+    """`spec.checkpoint.startOptions`."""
+
+    patterns: CheckedPath = ""
+    """YAML file with the tensor parallel layout of a DeepSpeed checkpoint that does not record it: --patterns. Default
+    empty.
+    """
+    names: CheckedPath = ""
+    """YAML file that maps the checkpoint's tensor names to the model's: --names. Default empty."""
+    like: CheckedPath = ""
+    """Folder of a DeepSpeed checkpoint of the same model, as template for a checkpoint of another format: --like.
+    Default empty.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

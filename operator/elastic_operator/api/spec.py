@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from elastic_operator.api.claim_path import StartOptions
 from elastic_operator.api.failure_policy import ClassBudget, FailureClass, PodFailurePolicy
 from elastic_operator.api.schema_types import without_nulls
 from elastic_operator.api.serialization import adapter_of
@@ -33,7 +34,6 @@ from elastic_operator.api.spec_model import (
     ReshardSpec,
     RestartBudget,
     Spec,
-    StartOptions,
     Strategy,
     TopologyChoice,
 )

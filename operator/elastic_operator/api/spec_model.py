@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, Strict
 
-from elastic_operator.api.claim_path import CheckedPath, RelativePath
+from elastic_operator.api.claim_path import BEGINNING, RelativePath, StartOptions
 from elastic_operator.api.failure_policy import BY_CLASS, ClassBudget, PodFailurePolicy
 from elastic_operator.api.pod_template import ReshardPodTemplate, Resources, TrainingPodTemplate
 from elastic_operator.api.schema_types import (
@@ -264,20 +264,13 @@ class Model:
     """
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StartOptions:
-    """`spec.checkpoint.startOptions`."""
+_NO_OPTIONS: Final = StartOptions()
 
-    patterns: CheckedPath = ""
-    """YAML file with the tensor parallel layout of a DeepSpeed checkpoint that does not record it: --patterns. Default
-    empty.
-    """
-    names: CheckedPath = ""
-    """YAML file that maps the checkpoint's tensor names to the model's: --names. Default empty."""
-    like: CheckedPath = ""
-    """Folder of a DeepSpeed checkpoint of the same model, as template for a checkpoint of another format: --like.
-    Default empty.
-    """
+
+def _check_resume_from(value: str) -> str:
+    if value not in ("", BEGINNING) and not COMMIT_NAME.fullmatch(value):
+        raise not_expected(f"{BEGINNING}, or a commit in status.checkpoint.history: a2/step-00000005")
+    return value
 
 
 CommitName = Annotated[str, Strict(), Field(max_length=80, pattern=f"^{COMMIT_NAME.pattern}$")]
@@ -300,9 +293,16 @@ class CheckpointSpec:
     topology of the first attempt; it is only read. If empty, training starts from nothing. Cannot be changed once the
     job has started. Default empty.
     """
-    start_options: Annotated[StartOptions, ABSENT] = StartOptions()
+    start_options: Annotated[StartOptions, ABSENT] = _NO_OPTIONS
     """Options that reshard needs to read startFrom, as paths inside the claim. Cannot be changed once the job has
     started.
+    """
+    resume_from: Annotated[str, Strict(), Field(max_length=80), AfterValidator(_check_resume_from)] = ""
+    """Start of the next attempt, for a job that asks for it (reason CommitsRefused), or that is suspended. The name of
+    a commit in status.checkpoint.history (a<N>/step-...): newer commits are not used again, and a refused commit is
+    tried once more. Beginning: from startFrom or from nothing, without any commit. It acts once and never on commits
+    made after it was set; status.resumeChoice says for which attempt. To repeat it, empty the field first. If empty,
+    the newest commit that can be used. Default empty.
     """
     take_over: TakeOver = TakeOver.NEVER
     """Whether the job may use a path that belongs to another job, or to an earlier job of the same name. Resume goes on

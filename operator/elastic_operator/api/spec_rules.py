@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from elastic_operator.api.claim_path import StartOptions
 from elastic_operator.api.spec_model import (
     DCP,
     LOAD,
@@ -20,7 +21,6 @@ from elastic_operator.api.spec_model import (
     Nodes,
     Parallelism,
     Spec,
-    StartOptions,
     Strategy,
     TopologyChoice,
 )

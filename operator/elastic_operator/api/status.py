@@ -37,7 +37,6 @@ from elastic_operator.api.status_parts import (
     ReshardStatus,
     RestartBudget,
     Resume,
-    StartedFrom,
 )
 from elastic_operator.api.status_types import (
     MAX_ITEMS,
@@ -49,6 +48,7 @@ from elastic_operator.api.status_types import (
     OptionalDegrees,
     Real,
     ShortText,
+    Text,
     Word,
 )
 from reshard.topology import Topology
@@ -57,7 +57,7 @@ __all__ = [
     "MAX_COMMITS", "MAX_LOSSES", "MAX_RECOVERIES", "MAX_WITHHELD", "TERMINAL", "Checkpoint", "Commit", "Condition",
     "Conversion", "Current", "Drain", "ExcludedNode", "FailureCount", "Growth", "Loader", "LossPoint", "Phase", "Pin",
     "PlacementLimit", "Plan", "Progress", "Recovery", "Rejected", "ReshardStatus", "RestartBudget", "Resume",
-    "StartMode", "StartedFrom", "Status", "add_change", "edit_last_change", "short", "with_newest",
+    "ResumeChoice", "StartMode", "StartedFrom", "Status", "add_change", "edit_last_change", "short", "with_newest",
 ]  # fmt: skip
 
 MAX_LOSSES = 64
@@ -145,6 +145,32 @@ class LossPoint:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StartedFrom:
+    """The foreign checkpoint from which the job started (`spec.checkpoint.startFrom`)."""
+
+    source: Text
+    """Folder of that checkpoint as the pods see it."""
+    step: Count = 0
+    """Optimizer steps done in it."""
+    samples: Count = 0
+    """Global samples consumed; 0 if the checkpoint does not record them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeChoice:
+    """The value of `spec.checkpoint.resumeFrom`, which acts once, and not on commits that were made after it."""
+
+    value: Word
+    """The value."""
+    after_attempt: Count32 = 0
+    """Attempt of the newest commit of the training when the operator first saw the value."""
+    after_step: Count = 0
+    """Step of that commit."""
+    attempt: Count32 = 0
+    """Attempt that was planned by it; 0 before."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """The `status` of an ElasticTrainingJob."""
 
@@ -190,6 +216,8 @@ class Status:
     """The newest commit that can be used, and those that are still needed."""
     started_from: Annotated[StartedFrom, OPEN] | None = None
     """Foreign checkpoint from which the job started (spec.checkpoint.startFrom); absent if there is none."""
+    resume_choice: Annotated[ResumeChoice, OPEN] | None = None
+    """What became of spec.checkpoint.resumeFrom; absent while the field is empty."""
     first_step_time: Moment | None = None
     """Time of the first step of the first attempt."""
     reshard: Annotated[ReshardStatus, OPEN] | None = None

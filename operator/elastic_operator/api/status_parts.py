@@ -91,6 +91,8 @@ class Commit:
     """A reader rejected it; the operator does not use it again."""
     invalid_reason: ShortText = ""
     """Reason for which a reader rejected it."""
+    put_aside: Flag = False
+    """spec.checkpoint.resumeFrom named a start before it, so it is not used; it is invalid, too."""
 
     @classmethod
     def from_ref(cls, ref: CommitRef) -> Commit:
@@ -468,18 +470,6 @@ class Plan:
     """Reason for the choice, in one sentence."""
     rejected: Annotated[tuple[Annotated[Rejected, OPEN], ...], Field(max_length=MAX_ITEMS), Keywords(maxItems=16)] = ()
     """First few rejected topologies, with the reasons."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StartedFrom:
-    """The foreign checkpoint from which the job started (`spec.checkpoint.startFrom`)."""
-
-    source: Text
-    """Folder of that checkpoint as the pods see it."""
-    step: Count = 0
-    """Optimizer steps done in it."""
-    samples: Count = 0
-    """Global samples consumed; 0 if the checkpoint does not record them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

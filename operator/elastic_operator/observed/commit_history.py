@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import re
 from collections.abc import Collection
 
 from elastic_operator.api.status import (
@@ -26,7 +28,12 @@ KEPT_VALID = 3
 """Number of newest valid commits that are never released, so that a fallback exists if the newest one is damaged."""
 
 KEPT_INVALID = 2
-"""Number of newest damaged commits that are not released, so that an administrator can examine them."""
+"""Number of newest refused commits that are not released, so that an administrator can examine them; as many that
+`spec.checkpoint.resumeFrom` has put aside. Without a valid commit all stay, so that each can be named.
+"""
+
+COMPARED_CHARACTERS = 400
+"""Length in which reasons of refusals are compared: a longer reason was cut, where its commit's name decides."""
 
 
 def add(checkpoint: Checkpoint, commit: Commit) -> Checkpoint:
@@ -63,8 +70,10 @@ def release(
         pinned: names of commits that the user has pinned.
     """
     valid = [item.uri for item in checkpoint.history if not item.invalid]
-    invalid = [item.uri for item in checkpoint.history if item.invalid]
-    kept = {*valid[:KEPT_VALID], *invalid[:KEPT_INVALID], *needed}
+    refused = [item.uri for item in checkpoint.history if item.invalid and not item.put_aside]
+    aside = [item.uri for item in checkpoint.history if item.put_aside]
+    most_invalid = KEPT_INVALID if valid else len(checkpoint.history)
+    kept = {*valid[:KEPT_VALID], *refused[:most_invalid], *aside[:most_invalid], *needed}
     history = tuple(item for item in checkpoint.history if item.uri in kept)
     names = [parse_commit_name(item.uri) for item in reversed(checkpoint.history) if item.uri not in kept]
     superseded = [*checkpoint.withheld, *(name for name in names if name)]
@@ -126,6 +135,69 @@ def invalidate(checkpoint: Checkpoint, uri: str, reason: str) -> Checkpoint:
     return with_newest(dataclasses.replace(checkpoint, history=history))
 
 
+def find_named(checkpoint: Checkpoint, name: str) -> Commit | None:
+    """Return the commit of the history with this name (`a2/step-00000005`), or None."""
+    return next((item for item in checkpoint.history if parse_commit_name(item.uri) == name), None)
+
+
+def resume_from(checkpoint: Checkpoint, commit: Commit | None) -> Checkpoint:
+    """Put all newer commits aside, so that the next attempt resumes from `commit`; all of them if it is None.
+
+    A commit that was refused is valid again, for one try.
+    """
+    position = checkpoint.history.index(commit) if commit is not None else len(checkpoint.history)
+    aside = tuple(
+        dataclasses.replace(
+            item, invalid=True, put_aside=True, invalid_reason=item.invalid_reason or "put aside by a user"
+        )
+        for item in checkpoint.history[:position]
+    )
+    chosen = checkpoint.history[position : position + 1]
+    valid = tuple(dataclasses.replace(item, invalid=False, put_aside=False, invalid_reason="") for item in chosen)
+    return with_newest(dataclasses.replace(checkpoint, history=(*aside, *valid, *checkpoint.history[position + 1 :])))
+
+
+def has_own_commit(status: Status) -> bool:
+    """Return whether a commit of the job was ever acknowledged, unless a user has put all of them aside.
+
+    Copies of the checkpoint in `spec.checkpoint.startFrom` hold none of the job's own steps. Without a history, the
+    rest of the status may still tell of a commit.
+    """
+    started, checkpoint = status.started_from, status.checkpoint
+    first = started.step if started is not None else 0
+    if not checkpoint.history:
+        steps = (item.commit_step for item in status.changes)
+        return bool(checkpoint.released or checkpoint.withheld or any(step > first for step in steps))
+    return any(
+        not item.put_aside and (started is None or item.writer != "reshard" or item.step > first)
+        for item in checkpoint.history
+    )
+
+
+def find_refused_alike(checkpoint: Checkpoint) -> str:
+    """Return the reason for which two of the newest commits were refused alike; empty if there is none.
+
+    Damage differs from commit to commit. One reason for two of them is one of the program that reads them.
+    """
+    newest = [*itertools.takewhile(lambda item: item.invalid, checkpoint.history)]
+    alike = [_without_own_name(item) for item in newest]
+    repeated = (
+        item.invalid_reason
+        for item, text in zip(newest, alike, strict=True)
+        if text and not item.put_aside and alike.count(text) > 1
+    )
+    return next(repeated, "")
+
+
+def _without_own_name(commit: Commit) -> str:
+    """Return why a commit was refused, without what names the commit itself."""
+    text, name = commit.invalid_reason, "/".join(commit.uri.split("/")[-2:])
+    for own in (commit.uri, name, name.partition("/")[2]):
+        text = text.replace(own, "COMMIT") if own else text
+    text = re.sub(rf"(step|attempt)([ -]?)0*({commit.step}|{commit.attempt})\b", r"\1\2N", text)
+    return text[:COMPARED_CHARACTERS]
+
+
 def find_newest(checkpoint: Checkpoint, *, below: int) -> Commit | None:
     """Return the newest valid commit of an attempt below `below`, or None."""
     valid = (item for item in checkpoint.history if not item.invalid and item.attempt < below)
@@ -174,6 +246,8 @@ def choose_resume(
     if commit is None:
         invalid = sum(item.invalid for item in checkpoint.history)
         reason = f"all {invalid} known commits are invalid" if invalid else "there is no commit yet"
+        if any(item.put_aside for item in checkpoint.history):
+            reason = "spec.checkpoint.resumeFrom is Beginning"
         if start:
             # Convert even if the layout fits: a foreign checkpoint has no checksums, and its owner may remove it.
             return Resume(

@@ -14,6 +14,8 @@ from elastic_operator.plugin.cluster import Cluster
 from elastic_operator.plugin.errors import Exit, PluginError
 from elastic_operator.plugin.pages.job_report import read_status
 from elastic_operator.reconcile import user_requests
+from elastic_operator.reconcile.failures import refused_commits
+from elastic_operator.reconcile.failures.refused_commits import ASKING
 from reshard.contract import TakeOver
 
 POLL_SECONDS = 1.0
@@ -138,6 +140,8 @@ def _retry(cluster: Cluster, resource: Mapping[str, Any], status: Status) -> Ste
         state = status.phase if resource.get("status") else "not seen by any operator"
         text = f"it is {state}; only a job that has Failed, or a conversion that waits for its next try, is tried again"
         raise PluginError(Exit.REFUSED, f"{name} cannot retry: {text}")
+    if status.reason in ASKING and refused_commits.find_problem(status):
+        raise PluginError(Exit.REFUSED, f"{name} cannot retry: {status.message}")
     request = format_time(time.time())
     cluster.patch(name, {"metadata": {"annotations": {RETRY_REQUESTED: request}}})
     if is_converting:

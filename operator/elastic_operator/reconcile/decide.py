@@ -22,7 +22,7 @@ from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile import goodput, launch, next_attempt, progress, recovery, running, user_requests
 from elastic_operator.reconcile.actions import Decision, Event
 from elastic_operator.reconcile.context import Context, select_running_pods, select_stale_pods
-from elastic_operator.reconcile.failures import reassessment
+from elastic_operator.reconcile.failures import reassessment, refused_commits
 from elastic_operator.reconcile.failures.budgets import find_backoff
 from elastic_operator.reconcile.failures.pinned_topology import lift_pin_after_edit
 from elastic_operator.reconcile.lifetime import deadline
@@ -145,7 +145,7 @@ def _with_finish_time(status: Status, now: float) -> Status:
 
 def _take_step(context: Context, status: Status) -> Status | None:
     """Take one step; return the same status if there is none, None if the capacity must be read first."""
-    status = user_requests.handle_retry(context, status)
+    status = user_requests.handle_resume_from(context, user_requests.handle_retry(context, status))
     if status.terminal:
         return status
     status = reassessment.reassess(context, progress.apply_reports(context, status))
@@ -166,8 +166,9 @@ def _take_step(context: Context, status: Status) -> Status | None:
     current = status.current
     if current is None:
         status = recovery.record_stop(context, status, select_running_pods(context, status))
-        if find_backoff(context, status) is not None:
-            return status
+        chosen = refused_commits.follow_choice(context, status)
+        if chosen != status or find_backoff(context, status) is not None:
+            return chosen
         queued = dataclasses.replace(status, queue_time=status.queue_time or Time(context.now))
         return next_attempt.plan_next(context, queued) if context.world.capacity_fresh else None
     if current.launch_time is None:

@@ -47,6 +47,7 @@ from elastic_operator.reconcile.context import (
 from elastic_operator.reconcile.effective_spec import describe_edit
 from elastic_operator.reconcile.failures.budgets import LAST_BACKOFF_SECONDS, double_pause
 from elastic_operator.reconcile.failures.pinned_topology import pin_topology
+from elastic_operator.reconcile.failures.refused_commits import is_choice_open
 from elastic_operator.reconcile.next_attempt import restrict_to_topology
 from reshard.contract import ExitCode, ReshardReport
 
@@ -110,6 +111,9 @@ def _replan(context: Context, status: Status, current: Current) -> Status | None
         return _forget_plan(status)
     if start_from.is_outdated(context.spec, status, current):
         context.emit("SpecChanged", f"attempt {status.attempt} gets a new plan: spec.checkpoint.takeOver was edited")
+        return _forget_plan(status)
+    if is_choice_open(status):
+        context.emit("SpecChanged", f"attempt {status.attempt} gets a new plan: spec.checkpoint.resumeFrom was set")
         return _forget_plan(status)
     pods = [pod for pod in context.world.pods if pod.role == RESHARD and pod.attempt == status.attempt]
     lost = find_lost_nodes(context, status)

@@ -27,7 +27,7 @@ from elastic_operator.reconcile.context import (
     list_avoided_nodes,
     select_stuck_pods,
 )
-from elastic_operator.reconcile.failures import pinned_topology, placement_limits
+from elastic_operator.reconcile.failures import pinned_topology, placement_limits, refused_commits
 from reshard.contract import TakeOver, sentence
 from reshard.topology import Topology
 
@@ -61,11 +61,13 @@ def plan_next(context: Context, status: Status) -> Status:
             status = dataclasses.replace(
                 status, excluded_nodes=tuple(item for item in status.excluded_nodes if not is_forgivable(item))
             )
-    if result.best is None and status.pinned is not None:
+    if result.best is None and (topology := status.pinned) is not None:
         status = pinned_topology.adopt_pin(context, status)
         if pinned_topology.is_retry_due(context, status) and can_run_unpinned(context, status):
             context.emit("ReshardRetry", f"no nodes for {short(status.pinned)} came: the checkpoint is converted again")
             return pinned_topology.lift_pin(status)
+        if pinned_topology.is_final(status) and not _can_ever_run(spec, topology):
+            return refused_commits.stop_unloadable(context, status)
     awaits_nodes = result.best is None and spec.nodes.autoscaling
     if awaits_nodes:
         result = _plan_on_new_nodes(spec, result.capacity.max_nodes, last_topology) or result
@@ -93,6 +95,16 @@ def _describe_claims(context: Context, *, num_pods: int) -> str:
     share_nodes = context.spec.nodes.pods_per_node == "Many"
     problems = describe_problems(context.world.volumes, num_pods=num_pods, share_nodes=share_nodes)
     return sentence(problems, MAX_CLAIMS_TEXT) if problems else ""
+
+
+def _can_ever_run(spec: Spec, topology: Topology) -> bool:
+    """Return whether a pinned topology could run if all nodes that the spec permits were there."""
+    for per_node in spec.accelerator.per_node:
+        num_nodes = topology.world_size // per_node
+        nodes = tuple(NodeCapacity(name=f"new-{i}", free=per_node) for i in range(num_nodes))
+        if spec.nodes.permits(num_nodes) and planner.best(spec, Capacity(nodes=nodes), topology) is not None:
+            return True
+    return False
 
 
 def _plan_on_new_nodes(spec: Spec, max_nodes: int | None, last_topology: Topology | None) -> planner.PlanResult | None:

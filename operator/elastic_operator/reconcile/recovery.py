@@ -20,7 +20,7 @@ from elastic_operator.observed import commit_history
 from elastic_operator.observed.observation import PodView
 from elastic_operator.reconcile import goodput, reshard_mode
 from elastic_operator.reconcile.context import Context
-from elastic_operator.reconcile.failures import charges, node_exclusions, reassessment
+from elastic_operator.reconcile.failures import charges, node_exclusions, reassessment, refused_commits
 from elastic_operator.reconcile.failures.faults import UNKNOWN, Fault
 from elastic_operator.reconcile.failures.reassessment import MESSAGE_BYTES
 from reshard.contract import sentence
@@ -224,13 +224,12 @@ def set_checkpoint_owned(context: Context, status: Status, *, is_owned: bool, me
 def refuse_commit(context: Context, status: Status, uri: str, reason: str) -> Status:
     """Mark a commit invalid, and report which commit the job falls back to."""
     checkpoint = commit_history.invalidate(status.checkpoint, uri, reason)
+    status = dataclasses.replace(status, checkpoint=checkpoint)
     fallback = commit_history.find_newest(checkpoint, below=status.attempt + 1)
-    start = start_field(context.spec) or "nothing"
-    consequence = (
-        f"falling back to {fallback.uri}" if fallback else f"no other commit is left: training starts from {start}"
-    )
+    consequence = f"falling back to {fallback.uri if fallback else start_field(context.spec)}"
+    consequence = refused_commits.find_problem(status) or consequence
     context.emit("CommitInvalid", f"{uri} cannot be used ({reason}); {consequence}", warning=True)
-    return dataclasses.replace(status, checkpoint=checkpoint)
+    return status
 
 
 def _build_record(

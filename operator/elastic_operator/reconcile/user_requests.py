@@ -1,8 +1,8 @@
-"""Requests by annotation: `kubectl etj drain` (commit, exit, start again) and `kubectl etj retry` (go on after Failed).
+"""Requests: `kubectl etj drain` (commit, exit, start again), `kubectl etj retry` (go on after Failed), `resumeFrom`.
 
 A request is an annotation on the resource. Its value is an opaque token; a token that differs from
 `status.drainRequest` or `status.retryRequest` is a new request. So the operator needs no right to write the resource,
-and each request is answered once, by whichever replica reads it.
+and each request is answered once, by whichever replica reads it. `spec.checkpoint.resumeFrom` acts once likewise.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 from elastic_operator.api.status import Phase, RestartBudget, Status, edit_last_change
 from elastic_operator.reconcile import running
 from elastic_operator.reconcile.context import Context
+from elastic_operator.reconcile.failures.refused_commits import ASKING, COMMIT_UNKNOWN, note_choice
 from reshard.contract import TrainerPhase
 
 CAUSE = "ManualDrain"
@@ -70,12 +71,25 @@ def handle_retry(context: Context, status: Status) -> Status:
     if status.phase != Phase.FAILED:
         # Otherwise nothing has failed: the manifest contained the annotation, or the job runs, or it is Complete.
         return _retry_conversion(context, status) if can_retry_conversion(status, context.now) else status
-    last = status.changes[-1] if status.changes else None
-    if last is not None and last.first_step_time is None:
-        status = edit_last_change(status, to="", to_attempt=0, start_mode="", plan_time=None)
     context.emit(
         "RetryRequested", f"requested by hand after {status.reason}: the job goes on with a fresh restart budget"
     )
+    return _begin_again(status)
+
+
+def handle_resume_from(context: Context, status: Status) -> Status:
+    """Note a new value of `spec.checkpoint.resumeFrom`; a job that has stopped to ask for it goes on."""
+    noted = note_choice(context, status)
+    is_asking = status.phase == Phase.FAILED and status.reason in ASKING
+    is_answer = noted.resume_choice is not None or status.reason == COMMIT_UNKNOWN
+    return _begin_again(noted) if noted != status and is_asking and is_answer else noted
+
+
+def _begin_again(status: Status) -> Status:
+    """Return the status of a Failed job that goes on."""
+    last = status.changes[-1] if status.changes else None
+    if last is not None and last.first_step_time is None:
+        status = edit_last_change(status, to="", to_attempt=0, start_mode="", plan_time=None)
     return dataclasses.replace(
         status,
         phase=Phase.PENDING,

@@ -13,6 +13,7 @@ from elastic_operator.observed.pod_diagnosis import LAUNCH_REFUSED, POD_STUCK, P
 from elastic_operator.observed.signal_kinds import Kind
 from elastic_operator.plugin.pages.job_source import JobSource
 from elastic_operator.plugin.pages.text import format_age, format_size, pluralize
+from elastic_operator.reconcile.failures.refused_commits import ASKING
 
 SILENT_SECONDS = 15.0
 """Age of a job without status after which the page asks whether the operator is running."""
@@ -125,7 +126,7 @@ def _explain_phase(name: str, spec: Spec | None, status: Status, now: float) -> 
             return Waiting(doing="nothing runs", waits_for=f"`kubectl etj resume {name}`")
         case Phase.COMPLETE:
             return Waiting(doing=status.message)
-        case Phase.FAILED if f"kubectl etj retry {name}" in status.message:
+        case Phase.FAILED if f"kubectl etj retry {name}" in status.message or status.reason in ASKING:
             return Waiting(doing=status.message)  # the message itself says what to correct
         case Phase.FAILED:
             advice = (

@@ -50,6 +50,11 @@ def is_retry_due(context: Context, status: Status) -> bool:
     )
 
 
+def is_final(status: Status) -> bool:
+    """Return whether another conversion would fail in the same way."""
+    return status.pinned is not None and status.pin is not None and status.pin.retry_time is None
+
+
 def lift_pin(status: Status) -> Status:
     """Permit every topology again. The number of tries stays, so that the next pause is longer."""
     return dataclasses.replace(status, pinned=None)

@@ -151,9 +151,12 @@ def test_an_attempt_that_fails_before_its_first_commit_does_not_convert_again() 
 
 def test_it_is_converted_again_where_no_commit_is_left() -> None:
     status = settled()
-    history = tuple(dataclasses.replace(item, invalid=True) for item in status.checkpoint.history)
+    history = tuple(dataclasses.replace(item, invalid=True, writer="reshard") for item in status.checkpoint.history)
     status = dataclasses.replace(
-        status, current=None, checkpoint=dataclasses.replace(status.checkpoint, history=history)
+        status,
+        current=None,
+        checkpoint=dataclasses.replace(status.checkpoint, history=history),
+        started_from=StartedFrom(source=REPORT.source, step=10),
     )
     after = look(status).status
     assert after.current is not None
