@@ -21,6 +21,7 @@ from tests.property.cluster_model.traces import (
     INFRASTRUCTURE,
     PREDECESSOR_FAULTS,
     QUEUE_FAULTS,
+    REFUSALS,
     Choices,
     Trace,
     happen,
@@ -109,6 +110,16 @@ def play_scenario(
 def test_any_order_of_events_and_crashes_ends_complete() -> None:
     setups = {"external": ("", "", "old/global_step10"), "sidecar": ("", "before", "after")}
     play_scenario(setups, effects=EFFECTS | {"a sidecar outlives its pod's container"})
+
+
+@pytest.mark.slow
+def test_a_job_whose_commits_are_refused_asks_the_user_and_ends_complete_once_he_answers() -> None:
+    rare = {
+        "a job stops to ask the user",
+        "a sound commit is refused",
+        "the user says from where the job goes on",
+    }
+    play_scenario({"external": ("", "", "old/global_step10")}, REFUSALS, effects=rare)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import pytest
 from elastic_operator.observed import commit_history
 from elastic_operator.reconcile import next_attempt, pending_actions, start_from
 from elastic_operator.reconcile.actions import RevokeAttempt
+from elastic_operator.reconcile.failures import refused_commits
 from elastic_trainer import publisher, retention
 from elastic_trainer.publisher import Publisher
 from elastic_trainer.session import Session
@@ -44,6 +45,9 @@ NUM_SAVES = 2 if SOAKING else 1
 
 PINNED = frozenset({"lose", "return", "refuse"})
 """The commit cannot be converted, so the job waits until the first node is back."""
+
+REJECTED = Scenario(gpus=SMALLER_NODES, faults=2, kinds=frozenset({"power", "reject"}), num_saves=1)
+"""The only commit is called damaged when it is converted, so a person has to say how the job goes on."""
 
 MAX_STATES = 300_000
 
@@ -102,6 +106,11 @@ def search(folder: Path, patch: pytest.MonkeyPatch, scenario: Scenario, names: s
             Scenario(gpus=SMALLER_NODES, faults=2, kinds=PINNED, num_saves=1),
             ["finds that it cannot convert", "n1 reports again", "the pod of attempt 3 starts on n1"],
             id="pinned",
+        ),
+        pytest.param(
+            REJECTED,
+            ["calls the commit damaged", "go on from a1/step-", "begin from nothing", "attempt 3 publishes the commit"],
+            id="rejected",
         ),
         pytest.param(
             Scenario(gpus=SAME_NODES, faults=2, kinds=frozenset({"die", "suspect"}), num_saves=1),
@@ -238,6 +247,10 @@ def _never_publish_later(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Publisher, "confirm_when_answered", lambda self: None)
 
 
+def _begin_after_a_refusal(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(refused_commits, "find_problem", lambda status: "")
+
+
 @pytest.mark.parametrize(
     ("plant", "kinds", "problem"),
     [
@@ -247,6 +260,7 @@ def _never_publish_later(patch: pytest.MonkeyPatch) -> None:
         (_report_before_publishing, set(), "is gone, and status.checkpoint refers to it"),
         (_remove_without_a_release, {"die"}, "is gone, and status.checkpoint refers to it"),
         (_never_publish_later, {"cut"}, "cannot go on"),
+        (_begin_after_a_refusal, REJECTED.kinds, "attempt 3 begins from nothing after a commit was acknowledged"),
     ],
 )
 def test_a_planted_defect_is_found_and_its_steps_are_listed(
@@ -258,7 +272,8 @@ def test_a_planted_defect_is_found_and_its_steps_are_listed(
 ) -> None:
     plant(monkeypatch)
     with pytest.raises(CounterexampleError) as caught:
-        search(folder, monkeypatch, Scenario(gpus=SAME_NODES, faults=1, kinds=frozenset(kinds)))
+        scenario = Scenario(gpus=SAME_NODES, faults=1, kinds=frozenset(kinds))
+        search(folder, monkeypatch, REJECTED if kinds == REJECTED.kinds else scenario)
     print(caught.value)
     assert problem in caught.value.problem
     assert caught.value.steps[0] == "the operator looks and decides"

@@ -10,10 +10,11 @@ import pytest
 
 from elastic_operator.reconcile import decide as decide_module
 from elastic_operator.reconcile import launch
+from elastic_operator.reconcile.failures import refused_commits
 from tests.property.cluster_model import operator_process, trainings
 from tests.property.cluster_model.cluster import Cluster, Process
 from tests.property.cluster_model.operator_process import OperatorProcess
-from tests.property.cluster_model.traces import QUEUE_FAULTS, draw_trace, play
+from tests.property.cluster_model.traces import QUEUE_FAULTS, REFUSALS, draw_trace, play
 from tests.property.test_decide_world import SIZES
 from tests.randomness import SOAKING
 
@@ -50,6 +51,14 @@ def forget_to_look_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decide_module, "_next_deadline", lambda context, status: context.now + 1e9)
 
 
+def begin_from_nothing_when_no_commit_is_left(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(refused_commits, "find_problem", lambda status: "")
+
+
+def obey_the_user_at_every_recovery(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(refused_commits, "is_choice_open", lambda status: status.resume_choice is not None)
+
+
 @pytest.mark.parametrize(
     ("plant", "first_seed", "message"),
     [
@@ -70,3 +79,16 @@ def test_random_traces_find_a_planted_defect(
     with pytest.raises(AssertionError, match=message):
         for seed in range(0 if SOAKING else first_seed, NUM_TRACES):
             play(draw_trace(random.Random(seed), {**SIZES, "quota": (None, 2, 3)}, QUEUE_FAULTS))
+
+
+@pytest.mark.parametrize(
+    ("plant", "first_seed"),
+    [(begin_from_nothing_when_no_commit_is_left, 10), (obey_the_user_at_every_recovery, 5)],
+)
+def test_random_refusals_find_a_planted_defect(
+    plant: Callable[[pytest.MonkeyPatch], None], first_seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match="begins from nothing, and the user did not give up"):
+        for seed in range(0 if SOAKING else first_seed, NUM_TRACES):
+            play(draw_trace(random.Random(seed), SIZES, REFUSALS))

@@ -20,10 +20,10 @@ class Rule(NamedTuple):
     message: str
 
 
-def _relative_path(path: str, becomes: str = "part of a command") -> dict[str, tuple[Rule, ...]]:
-    """Return the rules of a path inside the claim; `becomes` says what the operator makes from it."""
+def _relative_paths(*names: str) -> dict[str, tuple[Rule, ...]]:
+    """Return the rules of fields of spec.checkpoint that hold a path inside the claim."""
     return {
-        path: (
+        (path := f"spec.checkpoint.{name}"): (
             Rule(
                 "!self.startsWith('/') && !self.split('/').exists(part, part == '..')",
                 f"{path} must be relative to the claim and must not contain '..'",
@@ -31,9 +31,10 @@ def _relative_path(path: str, becomes: str = "part of a command") -> dict[str, t
             Rule(
                 "self == '' || self.startsWith('/') || self.matches('^[A-Za-z0-9_.=+@,-]+(/[A-Za-z0-9_.=+@,-]+)*$')",
                 f"{path} may hold letters, digits and _ . = + @ , - between single '/', with none at its end: it "
-                f"becomes {becomes}",
+                "becomes part of a command",
             ),
         )
+        for name in names
     }
 
 
@@ -437,11 +438,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             "spec.checkpoint.resumeFrom must be Beginning, or a commit in status.checkpoint.history: a2/step-00000005",
         ),
     ),
-    **_relative_path("spec.checkpoint.path", becomes="part of commands and environment variables"),
-    **_relative_path("spec.checkpoint.startFrom"),
-    **_relative_path("spec.checkpoint.startOptions.patterns"),
-    **_relative_path("spec.checkpoint.startOptions.names"),
-    **_relative_path("spec.checkpoint.startOptions.like"),
+    **_relative_paths("path", "startFrom", *(f"startOptions.{name}" for name in ("patterns", "names", "like"))),
     "spec.checkpoint.allowedGlobals[]": (
         Rule(f"self.matches('^{GLOBAL_PATTERN}$')", f"spec.checkpoint.allowedGlobals: expected {GLOBAL_EXPECTED}"),
     ),

@@ -24,7 +24,7 @@ class Type(enum.StrEnum):
     PLANNED = "Planned"
     """A topology fits the available nodes."""
     RESUMED = "Resumed"
-    """The current attempt resumes from a committed checkpoint; False: it starts from step 0."""
+    """The current attempt resumes from a committed checkpoint; False: it starts from step 0, or none can be used."""
     CHECKPOINT_OWNED = "CheckpointOwned"
     """This job owns `spec.checkpoint.path`; False: another job owns it, so this job must not write there."""
     COMMITS_RELEASED = "CommitsReleased"

@@ -157,21 +157,21 @@ def resume_from(checkpoint: Checkpoint, commit: Commit | None) -> Checkpoint:
     return with_newest(dataclasses.replace(checkpoint, history=(*aside, *valid, *checkpoint.history[position + 1 :])))
 
 
-def has_own_commit(status: Status) -> bool:
-    """Return whether a commit of the job was ever acknowledged, unless a user has put all of them aside.
+def is_own(status: Status, commit: Commit) -> bool:
+    """Return whether a commit holds steps of the job, and is no copy of `spec.checkpoint.startFrom`."""
+    return commit.writer != "reshard" or status.started_from is None or commit.step > status.started_from.step
 
-    Copies of the checkpoint in `spec.checkpoint.startFrom` hold none of the job's own steps. Without a history, the
-    rest of the status may still tell of a commit.
+
+def has_own_commit(status: Status) -> bool:
+    """Return whether an own commit was ever acknowledged, unless a user has put all of them aside.
+
+    Without a history, the rest of the status may still tell of a commit.
     """
-    started, checkpoint = status.started_from, status.checkpoint
-    first = started.step if started is not None else 0
+    checkpoint, first = status.checkpoint, status.started_from.step if status.started_from is not None else 0
     if not checkpoint.history:
         steps = (item.commit_step for item in status.changes)
         return bool(checkpoint.released or checkpoint.withheld or any(step > first for step in steps))
-    return any(
-        not item.put_aside and (started is None or item.writer != "reshard" or item.step > first)
-        for item in checkpoint.history
-    )
+    return any(is_own(status, item) and not item.put_aside for item in checkpoint.history)
 
 
 def find_refused_alike(checkpoint: Checkpoint) -> str:

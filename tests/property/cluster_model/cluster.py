@@ -97,6 +97,7 @@ class Commit:
     topology: dict[str, int]
     owner: str = UID
     format: str = "deepspeed"
+    is_copy_of_start: bool = False
 
 
 class Cluster:
@@ -124,6 +125,12 @@ class Cluster:
         left_behind: UIDs of pods on lost nodes, beside which a later attempt was launched.
         commit_bytes: size of each commit that the training reports; 0 if it is not known.
         made_steps: number of steps that the job has reported, also those that a later attempt made again.
+        refusal: what is refused of every commit of the job, by whom: `convert` (a reshard pod ends with exit code 11),
+            `read` (with 10, and one message), `load` (rank 0, with one message); empty for nothing.
+        refused: commits that were refused with exit code 10 or by rank 0.
+        acknowledged: commits of the training that a status has named.
+        passed_over: those that were acknowledged when the user last set `spec.checkpoint.resumeFrom`.
+        begun_over: those that were acknowledged when the user last set it to Beginning.
         effects: how often something rare has happened, to show that traces reach it.
     """
 
@@ -153,6 +160,11 @@ class Cluster:
         self.pending_ends: dict[str, tuple[int, str]] = {}
         self.commits: dict[str, Commit] = {}
         self.damaged: set[str] = set()
+        self.refusal = ""
+        self.refused: set[str] = set()
+        self.acknowledged: set[str] = set()
+        self.passed_over: set[str] = set()
+        self.begun_over: set[str] = set()
         self.external = ""
         self.root_owner = ""
         self.taken: str | None = None

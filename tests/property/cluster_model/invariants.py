@@ -23,6 +23,8 @@ NAMED_ENDS = {
         "RestartBudgetExceeded",
         "PodFailurePolicy",
         "CheckpointNotOwned",
+        "CommitsRefused",
+        "CommitUnknown",
         "DeadlineExceeded",
         "ReshardFailed",
     },
@@ -115,6 +117,7 @@ def check_launch(cluster: Cluster, job: dict[str, Any]) -> None:
     assert not any(owner_of(item) not in (UID, "") for item in cluster.jobs()) or not _predecessor_runs(cluster)
     env = {item["name"]: item.get("value", "") for item in job["spec"]["template"]["spec"]["containers"][0]["env"]}
     resume = env[Env.RESUME]
+    _check_start(cluster, attempt, resume)
     assert resume or not cluster.external, "a job that starts from a checkpoint never begins from nothing"
     if cluster.spec["checkpoint"]["takeOver"] == TakeOver.RESUME:
         assert resume or cluster.taken == "", "a job that takes a folder with commits over never begins from nothing"
@@ -129,6 +132,20 @@ def check_launch(cluster: Cluster, job: dict[str, Any]) -> None:
         admitted = [item.assigned or 0 for item in kueue.views(cluster) if item.has_quota]
         assert int(env["PET_NNODES"]) <= max(admitted, default=0), "an attempt stays within its quota"
     cluster.launched.append(attempt)
+
+
+def _check_start(cluster: Cluster, attempt: int, resume: str) -> None:
+    """Check that no attempt begins anew, or passes over a commit that nobody refused, unless the user said so."""
+    commit = cluster.commits.get(resume)
+    is_beginning = commit is None or resume.rpartition("/")[2].startswith("step-start")
+    if is_beginning or (commit is not None and commit.is_copy_of_start):
+        said = cluster.begun_over | (set() if commit is None else cluster.passed_over)
+        lost = sorted(cluster.acknowledged - said)
+        assert not lost, f"attempt {attempt} begins from {resume or 'nothing'}, and the user did not give up {lost}"
+    newer = {uri for uri in cluster.acknowledged & cluster.commits.keys()
+             if commit is None or cluster.commits[uri].step > commit.step}  # fmt: skip
+    passed = sorted(newer - cluster.refused - cluster.passed_over)
+    assert not passed, f"attempt {attempt} begins from {resume or 'nothing'} and passes over {passed}"
 
 
 def _predecessor_runs(cluster: Cluster) -> bool:
@@ -149,7 +166,8 @@ def check_progress(cluster: Cluster, before: Status, after: Status, launched: in
         launched: newest attempt that was launched before the pass, 0 for none.
     """
     assert after.attempt >= before.attempt, "attempts never go back"
-    if not cluster.damaged:
+    cluster.acknowledged |= {item.uri for item in after.checkpoint.history if item.writer != "reshard"}
+    if not (cluster.damaged or cluster.refused or cluster.passed_over):
         steps = (before.checkpoint.step, after.checkpoint.step)
         assert steps[0] <= steps[1], f"the newest acknowledged step goes back from {steps[0]} to {steps[1]}"
     known = {item.uri for item in before.checkpoint.history}

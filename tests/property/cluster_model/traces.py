@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic_operator.api.status import TERMINAL
+from elastic_operator.reconcile.failures.refused_commits import ASKING
 from tests.property.cluster_model import invariants
 from tests.property.cluster_model.cluster import NODES
 from tests.property.cluster_model.world import Setup, World
@@ -60,9 +61,14 @@ FAULTS: Choices = {
     "damage": [],
     "suspend": [_RARELY],
 }
+REFUSALS: Choices = {
+    **FAULTS,
+    "refuse": [("convert", "read", "load", "")],
+    "say": [("", "Beginning", "newest", "oldest", "a99/step-00000001")],
+}
 QUEUE_FAULTS: Choices = {**FAULTS, "allot": [(0, 1, 1, 2, 3, 3), (0.0, 40.0)], "evict": []}
 PREDECESSOR_FAULTS: Choices = {**FAULTS, "collect": []}
-FREQUENT = ("isolate", "isolate_attempt", "kill", "fail_conversion")
+FREQUENT = ("isolate", "isolate_attempt", "kill", "fail_conversion", "refuse")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,14 +99,26 @@ def draw_trace(chance: random.Random, setups: Mapping[str, Sequence[Any]], fault
 def happen(world: World, events: Sequence[Event]) -> None:
     """Let events happen one after another, until the job ends."""
     for name, *arguments in events:
-        if world.phase in TERMINAL:
+        if world.phase in TERMINAL and world.status["reason"] not in ASKING:
             return
         getattr(world, name)(*arguments)
 
 
 def finish(world: World) -> str:
-    """Put everything right again, and wait until the job ends; return the reason of its end."""
+    """Put everything right again, and wait until the job ends; return the reason of its end.
+
+    A job that stops to ask is answered: first with its newest commit, and in the end with Beginning.
+    """
     world.repair()
+    for word in ("newest", "oldest", "Beginning"):
+        reason = _wait_for_end(world)
+        if reason not in ASKING:
+            return reason
+        world.answer(word)
+    return _wait_for_end(world)
+
+
+def _wait_for_end(world: World) -> str:
     limit = world.now + MAX_SECONDS
     while world.phase not in TERMINAL:
         world.proceed()

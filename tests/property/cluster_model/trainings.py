@@ -7,6 +7,7 @@ It follows `docs/protocol.md`: it publishes a save only after its Lease has answ
 from __future__ import annotations
 
 import json
+import zlib
 from typing import Any
 
 from elastic_operator.api.serialization import format_time
@@ -98,8 +99,8 @@ def _restore(cluster: Cluster, rank_0: Process) -> None:
         return
     cluster.root_owner = rank_0.owner
     resume = rank_0.env.get(Env.RESUME, "")
-    if resume in cluster.damaged or (resume and resume not in cluster.commits):
-        rank_0.report[LeaseKey.RESUME_ERROR] = "CRC differs"
+    if resume in cluster.damaged or (resume and (resume not in cluster.commits or cluster.refusal == "load")):
+        rank_0.report[LeaseKey.RESUME_ERROR] = _refuse(cluster, resume)
         _exit_all(cluster, rank_0, EXIT_REFUSED)
         return
     topology = json.loads(rank_0.env[Env.TOPOLOGY])
@@ -111,6 +112,15 @@ def _restore(cluster: Cluster, rank_0: Process) -> None:
         cluster.newest_started = max(cluster.newest_started, rank_0.attempt)
     rank_0.step = cluster.commits[resume].step if resume else 0
     rank_0.report[LeaseKey.PHASE] = TrainerPhase.TRAINING
+
+
+def _refuse(cluster: Cluster, uri: str) -> str:
+    """Note that a commit is refused; return why. Each damaged commit is damaged in its own way."""
+    cluster.refused.add(uri)
+    if uri in cluster.damaged or uri not in cluster.commits:
+        return f"{uri}: CRC is {zlib.crc32(uri.encode()):08x}"
+    cluster.effects["a sound commit is refused"] += 1
+    return f"{uri}: the class MyState is not known"
 
 
 def _exit_all(cluster: Cluster, rank_0: Process, code: int) -> None:
@@ -224,13 +234,22 @@ def _convert(cluster: Cluster, process: Process) -> None:
         _report(cluster, process, ReshardReport(ok=False, exit_code=ExitCode.NOT_OWNER, message="not the owner"))
         return
     assert source in cluster.commits, f"a reshard Job reads a commit that exists: {source}"
-    if source in cluster.damaged:
-        _report(cluster, process, ReshardReport(ok=False, exit_code=ExitCode.SOURCE_INVALID, message="CRC differs"))
+    is_own = cluster.commits[source].owner == UID
+    if source in cluster.damaged or (is_own and cluster.refusal == "read"):
+        message = _refuse(cluster, source)
+        _report(cluster, process, ReshardReport(ok=False, exit_code=ExitCode.SOURCE_INVALID, message=message))
+        return
+    if is_own and cluster.refusal == "convert":
+        cluster.effects["a sound commit is not converted"] += 1
+        _report(cluster, process, ReshardReport(ok=False, exit_code=ExitCode.UNSUPPORTED, message="not supported"))
         return
     step, topology = cluster.commits[source].step, _parse_topology(container_of(pod)["args"][4])
     cluster.root_owner = UID
     format_ = cluster.spec["checkpoint"].get("format", "DeepSpeed").lower()
-    cluster.commits[target] = Commit(step=step, attempt=process.attempt, topology=topology, format=format_)
+    is_copy = source == cluster.external or cluster.commits[source].is_copy_of_start
+    cluster.commits[target] = Commit(
+        step=step, attempt=process.attempt, topology=topology, format=format_, is_copy_of_start=is_copy
+    )
     cluster.effects["a commit is converted"] += 1
     report = ReshardReport(ok=True, exit_code=0, message="done", source=source, target=target, step=step, verified=True)
     _report(cluster, process, report)

@@ -197,6 +197,7 @@ class World(Cluster):
         self.release()
         self.room(True)
         self.image(True)
+        self.refuse("")
         self.collect()
         if self.quota is not None:
             self.quota = self.full_quota
@@ -354,6 +355,33 @@ class World(Cluster):
         own = {uri: (item.step, item.attempt) for uri, item in self.commits.items() if item.owner == UID}
         if own:
             self.damaged.add(max(own, key=lambda uri: own[uri]))
+
+    def refuse(self, what: str) -> None:
+        """The program begins to refuse all commits of the job in one way (`Cluster.refusal`), or ceases to."""
+        self.refusal = what
+
+    def say(self, word: str) -> None:
+        """The user sets `spec.checkpoint.resumeFrom`, to the newest or oldest commit of the history, or to a word."""
+        names = ["/".join(item["uri"].split("/")[-2:]) for item in self.status.get("checkpoint", {}).get("history", ())]
+        value = {"newest": (names or [""])[0], "oldest": (names or [""])[-1]}.get(word, word)
+        if value == self.spec["checkpoint"].get("resumeFrom", ""):
+            return
+        self.spec["checkpoint"]["resumeFrom"] = value
+        self.generation += 1
+        self.touch()
+        if value:
+            self.passed_over = set(self.acknowledged)
+            self.effects["the user says from where the job goes on"] += 1
+        if value == "Beginning":
+            self.begun_over = set(self.acknowledged)
+
+    def answer(self, word: str) -> None:
+        """The user answers a job that has stopped to ask, also if the field already has this value."""
+        self.effects["a job stops to ask the user"] += 1
+        self.say("")
+        self.proceed(IDLE_SECONDS)
+        self.say(word)
+        self.proceed(IDLE_SECONDS)
 
     def suspend(self, value: bool) -> None:
         """The user suspends the job, or lets it go on."""

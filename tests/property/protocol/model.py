@@ -12,16 +12,18 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from elastic_operator.api.claim_path import Start
+from elastic_operator.api.claim_path import BEGINNING, Start
 from elastic_operator.api.serialization import to_wire
-from elastic_operator.api.spec import parse_spec
+from elastic_operator.api.spec import Spec, parse_spec
 from elastic_operator.api.status import Current, Phase, Status
 from elastic_operator.api.status_reader import read_status
 from elastic_operator.manifests.attempt import JobRef, training_job
+from elastic_operator.observed import commit_history
 from elastic_operator.observed.observation import RESHARD, WORKER
 from elastic_operator.observed.timeouts import Timeouts
 from elastic_operator.reconcile.actions import Action
 from elastic_operator.reconcile.decide import UNSETTLED, decide
+from elastic_operator.reconcile.failures.refused_commits import ASKING
 from reshard.commits import commit as commit_file
 from reshard.commits import root_owner, takeover
 from reshard.contract import COMMIT_FILE, OWNER_FILE, Env, ExitCode, ReshardReport, TakeOver
@@ -53,6 +55,7 @@ class State(NamedTuple):
         faults: number of faults that may still happen.
         reader: commit from which another job is about to start; empty for none.
         drain: value of the user's drain request.
+        word: value of `spec.checkpoint.resumeFrom`.
     """
 
     status: int = 0
@@ -65,6 +68,7 @@ class State(NamedTuple):
     faults: int = 0
     reader: str = ""
     drain: str = ""
+    word: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,7 @@ class Scenario:
         gpus: accelerators of each node; with different ones the next attempt needs a conversion.
         faults: number of faults that may happen.
         kinds: faults that may happen: `die`, `lose`, `cut`, `suspect`, `lost-answer`, `blind`, `reader`, `drain`,
-            `refuse`; with `return`, lost nodes come back; `rival`: a third job takes the root over.
+            `power`, `refuse`, `reject`; with `return`, lost nodes come back; `rival`: a third job takes the root over.
         num_saves: saves of each attempt.
         takes_over: the root belongs to a job that has a commit there and still runs; this job has takeOver: Resume.
     """
@@ -110,7 +114,6 @@ class System:
         self.trainers = Trainers(root, scenario.num_saves, has_rivals=scenario.takes_over)
         self._job = JobRef(name="gpt", namespace="ns", uid=UID, generation=1)
         self.server = ApiServer(self._job, scenario.gpus)
-        self._spec = parse_spec(make_spec(str(root.folder.parent), scenario))
         self._statuses: list[Status] = []
         self._status_numbers: dict[str, int] = {}
         self._status_number(Status())
@@ -130,7 +133,7 @@ class System:
         """Let a former owner make one commit; it goes on from there, and its Lease answers."""
         job = dataclasses.replace(self._job, uid=FORMER_UID)
         current = Current(topology=Topology(), num_nodes=1, gpus_per_node=1)
-        container = training_job(job, self._spec, 1, current, 5.0)["spec"]["template"]["spec"]["containers"][0]
+        container = training_job(job, self._spec(""), 1, current, 5.0)["spec"]["template"]["spec"]["containers"][0]
         environment = {item["name"]: item.get("value", "") for item in container["env"]}
         environment[Env.TAKE_OVER] = TakeOver.NEVER.value
         process = Process(FORMER, self.trainers.add_environment(environment))
@@ -208,7 +211,7 @@ class System:
     # Nobody but the operator reads the status, so its write commutes with everything that happens between the look and
     # the write: the two are one transition. A write that fails equals a pass that did not take place.
     def _decide(self, state: State, stale: frozenset[int], name: str, *, cost: int) -> Iterator[Step]:
-        key = ("decide", state.status, state.objects, state.lost, state.reader, state.drain, stale)
+        key = ("decide", state.status, state.objects, state.lost, state.reader, state.drain, state.word, stale)
         if key not in self._cache:
             self._cache[key] = self._decision(state, stale)
         status, actions = self._cache[key]
@@ -223,9 +226,17 @@ class System:
         starts = frozenset({reader}) if state.reader else frozenset()
         world = self.server.observe(self.objects(state), state.lost, known=status.job_uids, stale=stale, starts=starts)
         job = dataclasses.replace(self._job, drain_request=state.drain)
-        decision = decide(job, self._spec, status, world, limits=Timeouts(), now=NOW)
+        decision = decide(job, self._spec(state.word), status, world, limits=Timeouts(), now=NOW)
         assert not [event for event in decision.events if event.reason == UNSETTLED]
         return self._status_number(decision.status), tuple(map(self._action_number, decision.actions))
+
+    def _spec(self, word: str) -> Spec:
+        if ("spec", word) not in self._cache:
+            value = make_spec(str(self.root.folder.parent), self.scenario)
+            value["checkpoint"]["resumeFrom"] = word
+            self._cache["spec", word] = parse_spec(value)
+        spec: Spec = self._cache["spec", word]
+        return spec
 
     def _status_number(self, status: Status) -> int:
         bare = leave_out_what_is_for_people(status)
@@ -264,7 +275,9 @@ class System:
             if job.role == RESHARD and not (job.is_complete or job.is_failed):
                 yield self._take_over(state, job) or self._convert(state, job)
                 if "refuse" in self.scenario.kinds and state.faults:
-                    yield self._refuse_conversion(state, job)
+                    yield self._refuse_conversion(state, job, ExitCode.UNSUPPORTED, "finds that it cannot convert")
+                if "reject" in self.scenario.kinds and state.faults:
+                    yield self._refuse_conversion(state, job, ExitCode.SOURCE_INVALID, "calls the commit damaged")
         for pod in objects.pods:
             if pod.is_deleted and pod.node not in state.lost:
                 after = self._with_objects(state, objects.with_pod(pod.attempt, pod.role, None))
@@ -330,10 +343,10 @@ class System:
         after = self._end_conversion(state, job, report)._replace(storage=self._cache[key])
         return Step(f"the reshard pod of attempt {job.attempt} converts", after)
 
-    def _refuse_conversion(self, state: State, job: Job) -> Step:
-        report = ReshardReport(ok=False, exit_code=ExitCode.UNSUPPORTED, message="not supported")
+    def _refuse_conversion(self, state: State, job: Job, code: ExitCode, how: str) -> Step:
+        report = ReshardReport(ok=False, exit_code=code, message="not supported")
         after = self._end_conversion(state, job, report)._replace(faults=state.faults - 1)
-        return Step(f"the reshard pod of attempt {job.attempt} finds that it cannot convert", after, is_fault=True)
+        return Step(f"the reshard pod of attempt {job.attempt} {how}", after, is_fault=True)
 
     def _end_conversion(self, state: State, job: Job, report: ReshardReport) -> State:
         objects = self.objects(state)
@@ -446,6 +459,11 @@ class System:
     def _recover(self, state: State) -> Iterator[Step]:
         for attempt in sorted(state.cut):
             yield Step(f"attempt {attempt} reaches the API server again", state._replace(cut=state.cut - {attempt}))
+        status = self.status(state)
+        if status.phase == Phase.FAILED and status.reason in ASKING and not state.word:
+            name = commit_history.parse_commit_name(status.checkpoint.history[0].uri)
+            yield Step(f"a person lets the job go on from {name}", state._replace(word=name))
+            yield Step("a person lets the job begin from nothing", state._replace(word=BEGINNING))
         if state.reader:
             yield Step("the other job has started", state._replace(reader=""))
         objects = self.objects(state)
@@ -470,6 +488,10 @@ class System:
     def _fail(self, state: State) -> Iterator[Step]:
         kinds, less = self.scenario.kinds, state._replace(faults=state.faults - 1)
         alive = [process.attempt for process in self.processes(state) if process.exit_code is None]
+        first = self.objects(state).pod(1)
+        if "power" in kinds and first is not None and first.node not in state.lost:
+            dead = self._with_process(less._replace(lost=state.lost | {first.node}), 1, exit_code=137)
+            yield Step(f"{first.node}, the node of attempt 1, loses its power", dead, is_fault=True)
         if "lose" in kinds:
             for pod in self.objects(state).pods:
                 may_be_lost = pod.attempt == 1 or "return" not in kinds  # else the nodes take turns

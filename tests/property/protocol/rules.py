@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from elastic_operator.api.claim_path import BEGINNING
 from elastic_operator.api.status import Status
 from elastic_operator.observed.observation import WORKER
 from reshard.contract import OWNER_FILE, Env, LeaseKey, TrainerExit
@@ -68,7 +69,8 @@ class Rules:
     def _check_status(self, before: Status, after: Status) -> None:
         if after.attempt < before.attempt:
             raise ViolationError(f"status.attempt goes back from {before.attempt} to {after.attempt}")
-        if after.checkpoint.step < before.checkpoint.step:
+        newest = next((item for item in after.checkpoint.history if item.uri == before.checkpoint.uri), None)
+        if after.checkpoint.step < before.checkpoint.step and not (newest is not None and newest.invalid):
             raise ViolationError(
                 f"the newest commit goes back from step {before.checkpoint.step} to {after.checkpoint.step}"
             )
@@ -106,7 +108,9 @@ class Rules:
                 raise ViolationError(f"attempt {job.attempt} is launched while attempt {process.attempt} runs")
         container = self._system.server.container(job)
         resume = next(item["value"] for item in container["env"] if item["name"] == Env.RESUME)
-        newest = status.checkpoint.step
+        newest, ever = status.checkpoint.step, (*status.checkpoint.history, *status.checkpoint.released)
+        if not resume and ever and state.word != BEGINNING:
+            raise ViolationError(f"attempt {job.attempt} begins from nothing after a commit was acknowledged")
         if (self._system.root.step(state.storage, resume) if resume else 0) != newest:
             raise ViolationError(
                 f"attempt {job.attempt} resumes from {resume or 'nothing'}, the newest step is {newest}"

@@ -78,9 +78,10 @@ def find_problem(status: Status) -> str:
         return ""
     if alike := commit_history.find_refused_alike(status.checkpoint):
         return f"two commits were refused alike, so they are not damaged ({sentence(alike, _REASON_BYTES)})"
-    if commit_history.find_newest(status.checkpoint, below=status.attempt + 1) is None:
-        return "every commit was refused" if status.checkpoint.history else "the status holds no commit any more"
-    return ""
+    newest = commit_history.find_newest(status.checkpoint, below=status.attempt + 1)
+    if newest is not None and commit_history.is_own(status, newest):
+        return ""
+    return "every commit of the job was refused" if status.checkpoint.history else "the status holds no commit any more"
 
 
 def stop_unloadable(context: Context, status: Status) -> Status:

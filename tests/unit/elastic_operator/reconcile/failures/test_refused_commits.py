@@ -275,6 +275,8 @@ FROM_OTHERS = {"checkpoint": {"startFrom": "old/run"}}
         ([commit(1000, FOREIGN, attempt=2, writer="reshard"), commit(1000, FOREIGN, writer="reshard")], "StartFrom"),
         ([commit(1003, "CRC"), commit(1000, "CRC differs", writer="reshard")], "CommitsRefused"),
         ([commit(1003, "CRC", attempt=2, writer="reshard")], "CommitsRefused"),
+        ([commit(1003, "CRC"), commit(1000, writer="reshard")], "CommitsRefused"),
+        ([commit(1006, "CRC"), commit(1003), commit(1000, writer="reshard")], "Launched"),
     ],
 )
 def test_copies_of_the_foreign_checkpoint_are_no_commits_of_the_job(history: list[Commit], reason: str) -> None:
