@@ -105,10 +105,10 @@ def _plan(options: argparse.Namespace) -> Result:
         check_target(conversion.source, target)
     plan = _make_plan(options, conversion)
     choice = _choose_mode(options, plan)
-    if target is None:
-        value, estimate = _price(options, plan, choice, None, None)
-        return Result({"ok": True, **value}, render.plan_lines(value, estimate))
-    return _plan_for_target(options, conversion, plan, choice)
+    if target is not None:
+        return _plan_for_target(options, conversion, plan, choice)
+    value, estimate = _price(options, plan, choice, None, None)
+    return Result({"ok": True, **value}, render.plan_lines(value, estimate))
 
 
 def _plan_for_target(options: argparse.Namespace, conversion: api.Conversion, plan: Plan, choice: Choice) -> Result:
@@ -120,8 +120,7 @@ def _plan_for_target(options: argparse.Namespace, conversion: api.Conversion, pl
     value["target_free_bytes"] = free_bytes(nearest_folder(conversion.target))
     value["already_done"] = refusal is None and preflight.is_done(conversion, plan, choice.mode)
     if refusal is None:
-        value["refused"] = None
-        return Result({"ok": True, **value}, render.plan_lines(value, estimate))
+        return Result({"ok": True, **value, "refused": None}, render.plan_lines(value, estimate))
     code = refusal.exit_code
     value["refused"] = render.error_value(refusal, code, str(refusal))
     return Result({"ok": False, "exit_code": int(code), **value}, render.plan_lines(value, estimate), code)

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard.witness import unpartitioned
-from reshard.witness.older_experts import read_shapes
+from reshard.witness import optimizer_names
 from reshard.witness.opened import OpenedFile
 from reshard.witness.pickles import Inert, NotWitnessedError, StoredTensor
 from reshard.witness.table import OPTIMIZER, Holder, Key, Parts, Piece, Slots, Stream, Table, Tensor, row_major
@@ -127,7 +126,9 @@ class _Stranger:
     def _name_older_groups(self) -> None:
         model = self._models[0, 0]
         if model.find("param_shapes") is None:
-            groups = read_shapes(model, list(self._experts.values()), list(self._optimizers.values()))
+            groups = optimizer_names.read_shapes_of_older_experts(
+                model, list(self._experts.values()), list(self._optimizers.values())
+            )
             model.value = {**model.value, "param_shapes": groups}
 
     def _put(self, state: str, name: str, copies: Sequence[Sequence[Shard]]) -> None:
@@ -302,7 +303,7 @@ class _Stranger:
                 continue
             shapes = self._module_shapes(mp)
             try:
-                found = list(unpartitioned.read_states(optimizer, shapes))
+                found = list(optimizer_names.read_states(optimizer, shapes))
             except NotWitnessedError as error:
                 self._table.unknown[OPTIMIZER] = str(error)
                 return

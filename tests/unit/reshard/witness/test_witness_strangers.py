@@ -12,7 +12,7 @@ import pytest
 
 from reshard.contract import ReshardReport
 from reshard.errors import VerificationError
-from reshard.witness import comparison, deepspeed, pickles, safetensors, unpartitioned
+from reshard.witness import comparison, deepspeed, optimizer_names, pickles, safetensors
 from reshard.witness.comparison import Case, WitnessReport, compare, see_source
 from reshard.witness.cover import find_byte_problems, find_cover_problems
 from reshard.witness.matching import Wanted, match
@@ -130,9 +130,9 @@ def test_a_tensor_beyond_the_end_of_a_file_is_refused_when_it_is_read(tmp_path: 
 
 def test_parameters_of_zero0_get_names_where_one_order_fits():
     shapes = {"a": (2, 2), "b": (3,), "c": (2, 2), "frozen": (9,)}
-    assert unpartitioned.assign_names([[(2, 2), (2, 2)], [(3,)]], shapes) == [["a", "c"], ["b"]]
+    assert optimizer_names.assign_names([[(2, 2), (2, 2)], [(3,)]], shapes) == [["a", "c"], ["b"]]
     with pytest.raises(NotWitnessedError, match="several orders fit"):
-        unpartitioned.assign_names([[(2, 2)], [(2, 2)], [(3,)]], shapes)
+        optimizer_names.assign_names([[(2, 2)], [(2, 2)], [(3,)]], shapes)
 
 
 def test_shards_are_joined_as_their_patterns_say():

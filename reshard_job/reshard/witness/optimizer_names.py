@@ -1,4 +1,7 @@
-"""The optimizer of DeepSpeed's ZeRO-0, which numbers its parameters: names follow from the order of the module.
+"""Names of parameters that DeepSpeed's optimizers leave out: those of ZeRO-0, and of experts before 0.19.
+
+ZeRO-0 numbers its parameters, and names follow from the order of the module. Before 0.19, the model files of a training
+with experts name no parameter of the optimizer, and each rank's partition does.
 
 Sources: deepspeed/runtime/engine.py, runtime/fp16/unfused_optimizer.py and fused_optimizer.py of 0.19.8.
 """
@@ -9,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from reshard.witness.opened import OpenedFile
 from reshard.witness.pickles import NotWitnessedError, StoredTensor
 
 Shape = tuple[int, ...]
@@ -106,3 +110,37 @@ def assign_names(groups: Sequence[Sequence[Shape | None]], shapes: Mapping[str, 
         assert before is not None
         here = before
     return names
+
+
+def read_shapes_of_older_experts(
+    model: OpenedFile, experts: Sequence[OpenedFile], optimizers: Sequence[OpenedFile]
+) -> list[dict[str, tuple[int, ...]]]:
+    """Return names and shapes of each group, in the order of its buffer, as on the ranks of the first experts.
+
+    Each rank's `param_slice_mappings` lists the parameters in its partition by position.
+
+    Args:
+        model: the one model file.
+        experts: files of experts.
+        optimizers: `[dp]`, files of the optimizer.
+
+    Raises:
+        NotWitnessedError: a parameter has no weight that would tell its shape.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.value["module"].items() if hasattr(tensor, "shape")}
+    for file in experts:
+        shapes |= {name: tuple(tensor.shape) for name, tensor in file.value.items()}
+    groups: list[dict[str, tuple[int, ...]]] = []
+    for at, count in enumerate(optimizers[0].find("optimizer_state_dict", "partition_count") or ()):
+        names: dict[str, tuple[int, ...]] = {}
+        for file in optimizers[:: len(optimizers) // int(count)]:
+            for name in _order(file.find("optimizer_state_dict", "param_slice_mappings")[at]):
+                if name not in shapes:
+                    raise NotWitnessedError(f"the shape of {name}, which no file of weights holds")
+                names[name] = shapes[name]
+        groups.append(names)
+    return groups
+
+
+def _order(mapping: Mapping[str, Any]) -> list[str]:
+    return sorted(mapping, key=lambda name: int(mapping[name].field("start")))
