@@ -32,7 +32,7 @@ def test_a_stage_that_a_text_does_not_name_stays(tmp_path: Path, to: Topology | 
 
 
 def test_failures_are_those_of_the_command_line(tmp_path: Path) -> None:
-    for source, to, code in ((PIPELINE, "tp=3", 11), (tmp_path / "gone", "dp=2", 10), (PIPELINE, "dp=x", 2)):
+    for source, to, code in ((PIPELINE, "tp=3", 11), (tmp_path / "gone", "dp=2", 11), (PIPELINE, "dp=x", 2)):
         with pytest.raises(ReshardError) as found:
             reshard(str(source), str(tmp_path / "out"), to)
         assert found.value.exit_code == code

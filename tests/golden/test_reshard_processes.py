@@ -140,13 +140,19 @@ def test_a_process_that_is_killed_is_named_and_what_others_did_is_kept(call: int
 
 
 @pytest.mark.parametrize(
-    ("when", "told"),
+    ("when", "code", "told"),
     [
-        ("before", "ends at byte"),
-        ("after", "a file of the source became shorter, or could not be read, while it was converted"),
+        ("before", ExitCode.SOURCE_INVALID, "ends at byte"),
+        (
+            "after",
+            ExitCode.SOURCE_UNAVAILABLE,
+            "a file of the source became shorter, or could not be read, while it was converted",
+        ),
     ],
 )
-def test_a_source_that_is_cut_while_it_is_read_has_a_name(when: str, told: str, target: Path, tmp_path: Path) -> None:
+def test_a_source_that_is_cut_while_it_is_read_has_a_name(
+    when: str, code: ExitCode, told: str, target: Path, tmp_path: Path
+) -> None:
     """Cut before it is mapped, reading tells; after, whoever looks at it is ended by SIGBUS."""
     source = tmp_path / "source"
     shutil.copytree(ZERO2, source)
@@ -162,7 +168,7 @@ def view(self, *rest):
 files.LocalFile.view = view
 """
     words = ("run", source, target, "--to", "dp=2,zero=2", "--threads", 1)
-    said = run(*words, code=ExitCode.SOURCE_INVALID, prelude=prelude)
+    said = run(*words, code=code, prelude=prelude)
     assert told in said
     assert not list(target.parent.iterdir())
 

@@ -96,6 +96,7 @@ def search(folder: Path, patch: pytest.MonkeyPatch, scenario: Scenario, names: s
             ["the process of attempt 1 dies", "removes released commits, and dies", "answer is lost", "another job is",
              "exits with code 75", "silent for too long", "ReleaseCommits", "dies in the middle of: RevokeAttempt"],
             id="any-other-fault",
+            marks=pytest.mark.soak_only,
         ),
         pytest.param(
             Scenario(gpus=SMALLER_NODES, faults=1, kinds=IN_CONVERSION, num_saves=NUM_SAVES),
@@ -106,6 +107,7 @@ def search(folder: Path, patch: pytest.MonkeyPatch, scenario: Scenario, names: s
             Scenario(gpus=SMALLER_NODES, faults=2, kinds=PINNED, num_saves=1),
             ["finds that it cannot convert", "n1 reports again", "the pod of attempt 3 starts on n1"],
             id="pinned",
+            marks=pytest.mark.soak_only,
         ),
         pytest.param(
             REJECTED,
@@ -259,7 +261,7 @@ def _begin_after_a_refusal(patch: pytest.MonkeyPatch) -> None:
         (_launch_beside_the_old_attempt, {"lose"}, "may use its Lease"),
         (_report_before_publishing, set(), "is gone, and status.checkpoint refers to it"),
         (_remove_without_a_release, {"die"}, "is gone, and status.checkpoint refers to it"),
-        (_never_publish_later, {"cut"}, "cannot go on"),
+        pytest.param(_never_publish_later, {"cut"}, "cannot go on", marks=pytest.mark.soak_only),
         (_begin_after_a_refusal, REJECTED.kinds, "attempt 3 begins from nothing after a commit was acknowledged"),
     ],
 )
@@ -290,7 +292,14 @@ def test_a_process_is_restored_from_all_that_it_remembers(folder: Path) -> None:
     rest = {"_mailbox", "_every_seconds", "_on_fenced", "_pending", "_stopping", "_lock", "_exchanging", "_thread"}
     assert set(vars(session._heartbeat)) == remembered | rest | {"_refused_since"}
     remembered = {"_unpublished", "_answers_before", "_is_marked"}
-    assert set(vars(session._publisher)) == remembered | {"_settings", "_heartbeat", "_keep", "_root", "_folder"}
+    assert set(vars(session._publisher)) == remembered | {
+        "_settings",
+        "_heartbeat",
+        "_keep",
+        "_root",
+        "_folder",
+        "_refusals",
+    }
 
 
 # -- the search itself ---------------------------------------------------------------------------------------------
