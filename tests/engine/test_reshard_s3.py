@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from reshard.contract import ExitCode
 from tests.engine.s3_server import Server, program, serve
 from tests.golden.partial import partial
 
@@ -115,7 +116,7 @@ def test_a_store_that_wants_credentials_is_named_with_what_to_do(server: Server)
     environment = {**os.environ, **server.environment, "AWS_SECRET_ACCESS_KEY": "wrong"}
     command = [*RESHARD, "inspect", "s3://requests/run/step-00000002"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 10
+    assert done.returncode == ExitCode.SOURCE_UNAVAILABLE
     assert "s3://requests" in done.stderr
     assert "AWS_ACCESS_KEY_ID" in done.stderr
     assert "Traceback" not in done.stderr

@@ -117,7 +117,8 @@ def _find_weights(file: PtFile) -> _Weights:
         tensors = {name: item for name, item in value.items() if isinstance(item, Tensor)}
         inner = [key for key in _CONTAINERS if _holds_tensors(value.get(key))]
         beside = [str(name) for name in value if name not in inner]
-        rivals = [str(name) for name, tensor in tensors.items() if _is_parameter(name, tensor)]
+        known = {name for key in inner for name in value[key]}
+        rivals = [str(name) for name, tensor in tensors.items() if name in known or _is_parameter(name, tensor)]
         if tensors and not inner:
             if not rivals and any(map(_holds_tensors, value.values())):
                 raise _unclear(file, keys, value, ())
