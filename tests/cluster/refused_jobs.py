@@ -132,6 +132,10 @@ REFUSED_AT_CREATION = [
         with_field("spec.checkpoint", {"claimName": "ckpt", "startOptions": {"names": "names.yaml"}}),
     ),
     *(
+        ("spec.checkpoint.resumeFrom must be", with_field("spec.checkpoint.resumeFrom", word))
+        for word in ("Nothing", "a2", "/checkpoint/gpt/a2/step-00000005", "a2/step-00000005\n")
+    ),
+    *(
         ("spec.checkpoint.allowedGlobals: expected", with_field("spec.checkpoint.allowedGlobals", ["a.B", name]))
         for name in ("Progress", "mine.*", "mine..B", "mine.B\n", "mine.Gr\u00f6\u00dfe")
     ),
