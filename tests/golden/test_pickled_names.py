@@ -62,7 +62,7 @@ def test_a_class_of_the_training_in_its_client_state_is_not_called_damage(kind, 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_tensors_of_a_class_of_their_own_are_not_converted_and_the_weights_are(tmp_path, capsys):
-    """As torchao's 8-bit AdamW keeps its states; allowing the name does not help."""
+    """This is how torchao's 8-bit AdamW keeps its states; allowing the name does not help."""
     torch = pytest.importorskip("torch")
     checkpoint = pytest.importorskip("torch.distributed.checkpoint")
 

@@ -117,7 +117,7 @@ def test_an_unfinished_result_is_no_source(tmp_path: Path, say: Answer) -> None:
 
 
 def test_a_commit_that_is_not_there_may_be_there_again_later(tmp_path: Path, say: Answer) -> None:
-    """So the operator, which knows that it was committed, tries again."""
+    """The operator knows that the folder was committed, and tries again."""
     words = ["run", tmp_path / "gone", tmp_path / "out", "--to", "dp=2"]
     assert "no such folder" in say(*words, "--require-commit", code=ExitCode.SOURCE_UNAVAILABLE)
     assert "no such folder" in say(*words, code=ExitCode.UNSUPPORTED)

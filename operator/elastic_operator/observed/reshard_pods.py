@@ -1,4 +1,4 @@
-"""What the pods of a reshard Job say: their reports, and why none of them converts. Pure."""
+"""Reports of the pods of a reshard Job, and the reason why none of them converts. Pure."""
 
 from __future__ import annotations
 

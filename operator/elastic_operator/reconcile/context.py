@@ -7,8 +7,9 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from elastic_operator.api.conditions import Type, set_condition
 from elastic_operator.api.spec import Spec, spec_hash
-from elastic_operator.api.status import ExcludedNode, PlacementLimit, Status
+from elastic_operator.api.status import Condition, ExcludedNode, PlacementLimit, Status
 from elastic_operator.manifests.attempt import JobRef, worker_labels
 from elastic_operator.manifests.placement import HOSTNAME, tolerate_resources
 from elastic_operator.manifests.reshard_pod import ReshardImage
@@ -54,6 +55,20 @@ class Context:
         event = Event(reason=reason, message=message, warning=warning)
         if event not in self.events:
             self.events.append(event)
+
+    def add_condition(
+        self, status: Status, type_: Type, value: bool, *, reason: str, message: str
+    ) -> tuple[Condition, ...]:
+        """Return the conditions of a status with one added or replaced, as of now and this generation of the spec."""
+        return set_condition(
+            status.conditions,
+            type_,
+            value,
+            reason=reason,
+            message=message,
+            now=self.now,
+            generation=self.job.generation,
+        )
 
     def judge(self, key: object, detect: Callable[[], Iterable[Signal]]) -> Verdict:
         """Apply the confirmation rule to the signals that `detect` returns, once for each key.

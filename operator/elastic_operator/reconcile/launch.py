@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from elastic_operator.api.conditions import Type, set_condition
+from elastic_operator.api.conditions import Type
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.spec import reshard_hash, spec_hash
 from elastic_operator.api.spec_model import AUTO, LOAD
 from elastic_operator.api.status import (
     Commit,
-    Condition,
     Conversion,
     Current,
     Phase,
@@ -327,7 +326,7 @@ def _finish_reshard(
         checkpoint=commit_history.add(status.checkpoint, commit),
         current=dataclasses.replace(current, resume=dataclasses.replace(resume, ready=True)),
         pin=None,
-        conditions=_set_reshard_condition(context, status, failed=False, reason="Resharded", message=resume.reason),
+        conditions=context.add_condition(status, Type.RESHARD_FAILED, False, reason="Resharded", message=resume.reason),
     )
     if status.changes and status.changes[-1].to_attempt == status.attempt:
         conversion = Conversion(
@@ -410,7 +409,7 @@ def _handle_reshard_failure(
         status = recovery.refuse_commit(context, status, source, message)
         return dataclasses.replace(
             _forget_plan(status),
-            conditions=_set_reshard_condition(context, status, failed=True, reason=name, message=message),
+            conditions=context.add_condition(status, Type.RESHARD_FAILED, True, reason=name, message=message),
         )
     reshard, next_step = _count_try(context, reshard, job, failure)
     cannot_help = code in FINAL_EXIT_CODES or (external and start_from.is_final(code))
@@ -426,7 +425,7 @@ def _handle_reshard_failure(
     status = dataclasses.replace(
         status,
         reshard=reshard,
-        conditions=_set_reshard_condition(context, status, failed=True, reason=name, message=text),
+        conditions=context.add_condition(status, Type.RESHARD_FAILED, True, reason=name, message=text),
     )
     if not is_final:
         return status
@@ -479,17 +478,3 @@ def _name_exit_code(code: int | None) -> str:
     if code is None or code not in ExitCode.__members__.values():
         return "NoReport"
     return "".join(part.capitalize() for part in ExitCode(code).name.split("_"))
-
-
-def _set_reshard_condition(
-    context: Context, status: Status, *, failed: bool, reason: str, message: str
-) -> tuple[Condition, ...]:
-    return set_condition(
-        status.conditions,
-        Type.RESHARD_FAILED,
-        failed,
-        reason=reason,
-        message=message,
-        now=context.now,
-        generation=context.job.generation,
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from elastic_operator.api.conditions import Type, set_condition
+from elastic_operator.api.conditions import Type
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.spec import Spec, Strategy, TopologyChoice, spec_hash
 from elastic_operator.api.status import Current, Phase, Plan, Progress, Rejected, Status, edit_last_change, short
@@ -38,7 +38,7 @@ MAX_REASON = 2048
 MAX_CLAIMS_TEXT = 512
 
 MAX_HOLDERS = 5
-"""How many pods of others the message of a waiting job names."""
+"""Maximum number of pods of others that the message of a waiting job names."""
 
 MAX_HOLDERS_TEXT = 1024
 
@@ -175,14 +175,12 @@ def _adopt(context: Context, status: Status, plan: Plan, topology: Topology, *, 
         # Count from the commit; otherwise an attempt that ends before its first step would lose the same steps again.
         progress=dataclasses.replace(status.progress or Progress(), step=resume.step, samples=resume.samples),
         reshard=None if resume.ready else status.reshard,
-        conditions=set_condition(
-            status.conditions,
+        conditions=context.add_condition(
+            status,
             Type.PLANNED,
             True,
             reason="TopologyChosen",
             message=plan.reason,
-            now=context.now,
-            generation=context.job.generation,
         ),
     )
     if status.changes and status.changes[-1].to_attempt == 0:
@@ -229,14 +227,12 @@ def _wait(context: Context, status: Status, plan: Plan) -> Status:
         reason=reason,
         message=message,
         plan=plan,
-        conditions=set_condition(
-            status.conditions,
+        conditions=context.add_condition(
+            status,
             Type.PLANNED,
             False,
             reason=reason,
             message=message,
-            now=context.now,
-            generation=context.job.generation,
         ),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_operator.api.conditions import Type, find, set_condition
+from elastic_operator.api.conditions import Type, find
 from elastic_operator.api.pod_reports import find_commit_problem, find_path_problem, parse_or_none, parse_refused
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.status import (
@@ -99,14 +99,12 @@ def _report_readers(context: Context, status: Status, protection: Protection) ->
         return status
     if reason and (old is None or old.reason != reason):
         context.emit(reason, message, warning=reason in ("StartOverdue", "PinUnknown"))
-    conditions = set_condition(
-        status.conditions,
+    conditions = context.add_condition(
+        status,
         Type.COMMITS_RELEASED,
         not reason,
         reason=reason or "Released",
         message=message or "nothing keeps superseded commits of this job on storage",
-        now=context.now,
-        generation=context.job.generation,
     )
     return dataclasses.replace(status, conditions=conditions)
 
@@ -158,14 +156,12 @@ def _report_problems(context: Context, status: Status) -> Status:
     message = f"{paths}: {texts}" if problems else "what the pods report is valid"
     if problems:
         context.emit("ReportInvalid", message, warning=True)
-    conditions = set_condition(
-        status.conditions,
+    conditions = context.add_condition(
+        status,
         Type.REPORTS_VALID,
         not problems,
         reason="ReportInvalid" if problems else "ReportsValid",
         message=message,
-        now=context.now,
-        generation=context.job.generation,
     )
     return dataclasses.replace(status, conditions=conditions)
 
@@ -259,14 +255,12 @@ def _report_refused(context: Context, status: Status, lease: LeaseView) -> Statu
         message = sentence(message, _REFUSED_BYTES)
         if old is None or old.message != message:
             context.emit("NotConvertible", message, warning=True)
-    conditions = set_condition(
-        status.conditions,
+    conditions = context.add_condition(
+        status,
         Type.COMMITS_CONVERTIBLE,
         is_convertible,
         reason="Convertible" if is_convertible else "NotConvertible",
         message=message,
-        now=context.now,
-        generation=context.job.generation,
     )
     return dataclasses.replace(status, conditions=conditions)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from elastic_operator.api.conditions import Type, set_condition
+from elastic_operator.api.conditions import Type
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.status import (
     Phase,
@@ -209,14 +209,12 @@ def fail_as_not_owner(context: Context, status: Status, refusal: str) -> Status:
 
 def set_checkpoint_owned(context: Context, status: Status, *, is_owned: bool, message: str) -> Status:
     """Set condition CheckpointOwned: whether the checkpoint folder belongs to this job."""
-    conditions = set_condition(
-        status.conditions,
+    conditions = context.add_condition(
+        status,
         Type.CHECKPOINT_OWNED,
         is_owned,
         reason="Claimed" if is_owned else "OwnedByAnotherJob",
         message=message,
-        now=context.now,
-        generation=context.job.generation,
     )
     return dataclasses.replace(status, conditions=conditions)
 

@@ -182,7 +182,7 @@ def _run(options: argparse.Namespace) -> Result:
         else:
             report = _run_materialize(options, conversion, plan, on_plan)
     report = dataclasses.replace(report, mode_reason=choice.reason)
-    # Who reads the report does not see the log.
+    # The report has the notes, too: its reader does not see the log.
     write_report(options.report, dataclasses.replace(report, message="; ".join((report.message, *left_out))))
     return _add_profile(options, Result(json.loads(report.to_json()), render.report_lines(report)), collector)
 

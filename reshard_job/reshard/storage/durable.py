@@ -8,7 +8,7 @@ import os
 import stat
 import zlib
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 _BLOCK_BYTES = 4 << 20
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
@@ -22,16 +22,20 @@ def replace_file(path: Path, content: bytes) -> None:
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(draft, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
+        _write_draft(draft, "wb", content)
         draft.rename(path)
     except OSError:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def _write_draft(draft: Path, mode: Literal["wb", "xb"], content: bytes) -> None:
+    with open(draft, mode) as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def create_file(path: Path, content: bytes) -> bool:
@@ -42,10 +46,7 @@ def create_file(path: Path, content: bytes) -> bool:
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
-        with open(draft, "xb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
+        _write_draft(draft, "xb", content)
         try:
             os.link(draft, path)
         except OSError as error:

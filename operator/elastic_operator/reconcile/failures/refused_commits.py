@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_operator.api.claim_path import BEGINNING
-from elastic_operator.api.conditions import Type, set_condition
+from elastic_operator.api.conditions import Type
 from elastic_operator.api.status import Commit, Phase, ResumeChoice, Status, short
 from elastic_operator.manifests.attempt import start_field
 from elastic_operator.observed import commit_history
@@ -96,14 +96,12 @@ def stop(context: Context, status: Status, reason: str, problem: str) -> Status:
     """End a job that only a word of the user lets go on; the message says which words there are."""
     message = f"{problem}; no attempt begins from nothing by itself. {_describe_words(context, status)}"
     context.emit(reason, message, warning=True)
-    conditions = set_condition(
-        status.conditions,
+    conditions = context.add_condition(
+        status,
         Type.RESUMED,
         False,
         reason=reason,
         message=message,
-        now=context.now,
-        generation=context.job.generation,
     )
     return dataclasses.replace(
         status, conditions=conditions, phase=Phase.FAILED, reason=reason, message=message, current=None, drain=None,
