@@ -92,23 +92,24 @@ test-fast: setup ## unit, property and golden tests but the slowest, on all proc
 
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-test: setup ## lint beside the unit, property and golden tiers; then the engine tier beside the cluster tier
-	@$(MAKE) --no-print-directory -j2 $(SYNC) lint test-files
+# The cluster tier mostly waits, and has clocks: it runs from the first minute to the last, and all others take what it leaves.
+test: setup ## lint and every tier: the cluster tier's nodes beside the unit, property, golden and engine tiers and the API servers
 	@[ "$$ETJ_TEST_KUBECONFIG" ] || $(BIN)/python -m testbed fetch || [ $$? = 3 ]  # builds beside tests would starve them
-	@$(MAKE) --no-print-directory -j2 $(SYNC) test-servers test-nodes
+	@$(MAKE) --no-print-directory -k -j3 $(SYNC) lint test-nodes test-beside
+
+test-beside:
+	@$(MAKE) --no-print-directory -k -j1 test-files test-engine test-servers
 
 test-files: setup
-	$(BIN)/pytest -n auto tests/unit tests/property tests/golden
+	nice -n 10 $(BIN)/pytest -n auto tests/unit tests/property tests/golden
 
-# The cluster tier mostly waits, and has clocks; the engine tier computes, and takes what the other leaves.
 test-engine: comm-op ## the tier with torch and DeepSpeed
 	nice -n 10 $(BIN)/pytest tests/engine
 
 test-cluster: test-nodes ## the tier on a real cluster
 	$(BIN)/pytest tests/cluster -m own_api_server
 
-# Both halves of the cluster tier take the same binaries: this one asks for them when the other has made them long ago.
-test-servers: test-engine
+test-servers: setup
 	@$(BIN)/python -m testbed fetch || [ $$? = 3 ]
 	nice -n 5 $(BIN)/pytest tests/cluster -m own_api_server
 
