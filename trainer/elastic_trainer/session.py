@@ -369,8 +369,14 @@ class Session:
             sys.exit(TrainerExit.DRAINED)
 
     def _describe(self, folder: Path) -> list[CommittedFile]:
-        """Flush all files to stable storage, and return their sizes and CRC-32; each rank handles its share."""
-        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        """Flush all files to stable storage, and return their sizes and CRC-32; each rank handles its share.
+
+        Symbolic links are left out: what they lead to may change, and every reader of commits refuses them.
+        """
+        links = sorted(path for path in folder.rglob("*") if path.is_symlink())
+        if links and self.settings.rank == 0:
+            _log.warning("%s: is a symbolic link and no part of the commit (%d in all)", links[0], len(links))
+        paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
         own = []
         for path in paths[self.settings.rank :: self._collective.world_size]:
             with open(path, "rb") as stream:

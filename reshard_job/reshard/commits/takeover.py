@@ -16,7 +16,7 @@ from pathlib import Path
 from reshard.commits.commit import Commit, check_files, read_commit
 from reshard.commits.root_owner import claim_root
 from reshard.contract import COMMIT_FILE, COMMIT_FOLDER, COMMIT_NAME
-from reshard.errors import CorruptSourceError, NotOwnerError, SourceError
+from reshard.errors import CorruptSourceError, NotOwnerError
 from reshard.storage.durable import create_file, read_file
 
 _VERSION = 1
@@ -68,6 +68,8 @@ def take_root_over(root: Path, *, uid: str, job: str) -> Choice:
         NotOwnerError: the root belongs to a job that has taken it over from this one; or the recorded choice cannot be
             read.
         CorruptSourceError: there are commits, but no readable one; or two or more newer ones cannot be read.
+        StoreError: a commit cannot be reached now; nothing is recorded.
+        UnsupportedError: a commit is of a newer version; nothing is recorded.
         OSError: the root cannot be read, or the claim cannot be written.
     """
     owner = claim_root(root, uid=uid, job=job, take_over=True)
@@ -92,6 +94,8 @@ def choose_commit(root: Path, *, uid: str, writers: Sequence[str]) -> Choice:
     Raises:
         CorruptSourceError: there are commits, but no readable one; or two or more newer ones cannot be read: that is no
             accident of the storage, and an older commit might lose much work.
+        StoreError: a commit cannot be reached now.
+        UnsupportedError: a commit is of a newer version.
         OSError: the root cannot be read.
     """
     found = sorted(_find_markers(root), key=lambda item: (item.step, item.attempt, item.name), reverse=True)
@@ -133,7 +137,7 @@ def _find_markers(root: Path) -> Iterator[_Found]:
         try:
             commit = read_commit(folder)
             check_files(folder, commit)
-        except SourceError as error:
+        except CorruptSourceError as error:  # what cannot be reached now, or is newer, may not be passed over
             problem = f"{error!s:.300}"
         yield _Found(_step_of(folder, commit), attempt, name, commit.owner if commit else None, problem)
 

@@ -9,7 +9,7 @@ from elastic_trainer.mailbox import FileMailbox
 from elastic_trainer.retention import find_commits, find_superseded
 from elastic_trainer.session import Session
 from elastic_trainer.settings import from_env
-from reshard.commits.commit import read_commit
+from reshard.commits.commit import check_files, read_commit
 from reshard.contract import CommitRef, LeaseKey
 
 
@@ -54,6 +54,23 @@ def test_a_save_is_published_with_sizes_and_checksums_and_told_to_the_operator(t
     assert CommitRef.from_json(box[LeaseKey.COMMIT]) == commit.ref(folder)
     assert (box[LeaseKey.PHASE], box[LeaseKey.STEP], box[LeaseKey.SAMPLES]) == ("Complete", "4", "40")
     assert box[LeaseKey.FIRST_STEP_TIME] <= box[LeaseKey.STEP_TIME]
+
+
+def test_a_link_that_a_script_saves_is_left_out_of_the_commit_which_stays_whole(tmp_path, caplog):
+    session = make_session(tmp_path)
+    session.start()
+    session.after_step(step=1, samples=10, loss=1.0)
+
+    def write_with_link(folder, tag):
+        write_files(folder, tag)
+        (folder / tag / "best.pt").symlink_to("weights.pt")
+
+    folder = session.save(write_with_link)
+    session.finish()
+    commit = read_commit(folder)
+    check_files(folder, commit)
+    assert "best.pt" not in {file.path for file in commit.files}
+    assert "best.pt: is a symbolic link" in caplog.text
 
 
 def test_a_save_that_dies_before_its_marker_is_invisible_and_can_be_repeated(tmp_path):

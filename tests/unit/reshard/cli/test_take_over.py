@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import zlib
 from collections.abc import Callable
@@ -11,10 +12,13 @@ import pytest
 
 from reshard.cli.locate import find_newest
 from reshard.cli.main import main
+from reshard.checksums import self_checksum
+from reshard.commits import takeover
 from reshard.commits.commit import Commit, CommittedFile, read_commit, write_commit
 from reshard.commits.root_owner import claim_root, read_owner
 from reshard.commits.takeover import take_root_over
 from reshard.contract import COMMIT_FILE, OWNER_FILE, UNCONFIRMED_FILE, Env, ExitCode, ReshardReport
+from reshard.errors import ReshardError, StoreError
 from reshard.topology import Topology
 from tests.unit.reshard.cli.test_job_env import OTHER, SOURCE, UID, root
 
@@ -129,6 +133,38 @@ def test_one_commit_that_cannot_be_read_is_passed_over_aloud_and_more_of_them_st
     else:
         assert code == ExitCode.SOURCE_INVALID
         assert "begins neither from nothing" in report.message
+
+
+def test_a_commit_that_cannot_be_reached_now_is_not_passed_over_and_nothing_is_recorded(
+    taken: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [leave(taken, f"a1/step-{number:08d}", step=number) for number in (5, 6)]
+
+    def fail_once(folder: Path) -> Commit:
+        monkeypatch.undo()
+        raise StoreError("cannot be read: Input/output error", path=str(folder))
+
+    monkeypatch.setattr(takeover, "read_commit", fail_once)
+    assert take_over_code(taken) == ExitCode.SOURCE_UNAVAILABLE
+    assert not list(taken.glob("TAKEOVER-*"))
+    assert take_root_over(taken, uid=UID, job="team/gpt").commit == str(folders[-1].relative_to(taken))
+
+
+def take_over_code(root: Path) -> ExitCode:
+    """Return the exit code of the error that a take-over ends with."""
+    with pytest.raises(ReshardError) as caught:
+        take_root_over(root, uid=UID, job="team/gpt")
+    return caught.value.exit_code
+
+
+def test_a_newest_commit_of_a_newer_version_stops_the_job_as_not_converted(taken: Path) -> None:
+    leave(taken, "a1/step-00000005", step=5)
+    marker = leave(taken, "a1/step-00000006", step=6) / COMMIT_FILE
+    value = json.loads(marker.read_text()) | {"version": 999}
+    del value[self_checksum.FIELD]
+    marker.write_text(json.dumps(value))
+    assert take_over_code(taken) == ExitCode.UNSUPPORTED
+    assert not list(taken.glob("TAKEOVER-*"))
 
 
 def test_of_several_former_owners_the_last_one_with_a_commit_counts(taken: Path) -> None:
