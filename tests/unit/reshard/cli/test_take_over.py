@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from reshard.checksums import self_checksum
 from reshard.cli.locate import find_newest
 from reshard.cli.main import main
-from reshard.checksums import self_checksum
 from reshard.commits import takeover
 from reshard.commits.commit import Commit, CommittedFile, read_commit, write_commit
 from reshard.commits.root_owner import claim_root, read_owner
