@@ -9,13 +9,15 @@ UV          := $(CACHE_DIR)/uv-$(UV_VERSION)/bin/uv
 export ETJ_CACHE_DIR := $(CACHE_DIR)
 # torch compiles DeepSpeed's CPU communication op at its first start (about a minute): keep it outside the checkout.
 export TORCH_EXTENSIONS_DIR ?= $(CACHE_DIR)/torch_extensions
+# What mypy knows of torch and its like serves every checkout.
+export MYPY_CACHE_DIR ?= $(CACHE_DIR)/mypy
 export DS_ACCELERATOR := cpu
 export OMP_NUM_THREADS ?= 1
 
 # Hashes of the files for every platform: of wheels for arm64, too, on a machine that is none.
 PINNED := --generate-hashes --no-emit-index-url --no-annotate --no-header --python-version 3.11
 
-.PHONY: help setup comm-op lint test test-touched test-all test-fast test-files test-engine test-cluster test-servers test-nodes test-e2e test-gpu demo demo-lifecycle bench simulate format lock clean testbed-up testbed-down generate docs lock-images images images-load release check-tag notes publish plugin canary
+.PHONY: help setup comm-op lint test other-tiers test-touched test-all test-fast test-files test-engine test-cluster test-servers test-nodes test-e2e test-gpu demo demo-lifecycle bench simulate format lock clean testbed-up testbed-down generate docs lock-images images images-load release check-tag notes publish plugin canary
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -95,9 +97,9 @@ SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 # The cluster tier mostly waits, and has clocks: it runs from the first minute to the last, and all others take what it leaves.
 test: setup ## lint and every tier: the cluster tier's nodes beside the unit, property, golden and engine tiers and the API servers
 	@[ "$$ETJ_TEST_KUBECONFIG" ] || $(BIN)/python -m testbed fetch || [ $$? = 3 ]  # builds beside tests would starve them
-	@$(MAKE) --no-print-directory -k -j3 $(SYNC) lint test-nodes test-beside
+	@$(MAKE) --no-print-directory -k -j3 $(SYNC) lint test-nodes other-tiers
 
-test-beside:
+other-tiers:
 	@$(MAKE) --no-print-directory -k -j1 test-files test-engine test-servers
 
 test-files: setup

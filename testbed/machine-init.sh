@@ -3,6 +3,7 @@
 # the kernel ends every process of the machine, and its mounts and network vanish with it.
 # usage: machine-init.sh NAME ADDRESS SCRIPT   (SCRIPT starts the daemons; it was written by testbed.machine)
 set -eu
+export GOGC=300  # the daemons are Go programs: less time for garbage, for some hundred MiB
 name=$1 address=$2 script=$3
 hostname "$name"
 mount --make-rshared /                      # a peer group of its own; unshare has already cut it from the host

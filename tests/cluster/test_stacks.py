@@ -41,7 +41,7 @@ class Stack:
 
 
 LAUNCHERS = {  # as docs/trainer.md shows them
-    "ours": "exec python -m elastic_trainer.launch --preload torch",
+    "ours": "exec python -m elastic_trainer.launch --preload torch._dynamo",
     "torchrun": "exec torchrun",
     "accelerate": (
         "exec accelerate launch --multi_gpu --num_machines $PET_NNODES"

@@ -15,7 +15,7 @@ from reshard.topology import Topology
 from tests.engine.rank_client import common_environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-OURS = (sys.executable, "-m", "elastic_trainer.launch", "--preload", "torch")
+OURS = (sys.executable, "-m", "elastic_trainer.launch", "--preload", "torch._dynamo")
 _LOSS = re.compile(r"step (\d+) loss (\S+)")
 _LIMIT_SECONDS = 300
 
