@@ -78,6 +78,7 @@ def assert_undisturbed(*runs: Run, seconds: float) -> None:
 
 
 @pytest.mark.timeout(600 + OUTAGE_SECONDS)
+@pytest.mark.soak_only  # test_fault_injection cuts every request of a recovery
 def test_an_outage_of_the_api_server_and_etcd_restarts_nothing(training: Run) -> None:
     with faults.control_plane_stopped("kube-apiserver", "etcd"):
         time.sleep(OUTAGE_SECONDS)

@@ -14,6 +14,7 @@ from tests.cluster.jobs import GPT, Run, committed
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.soak_only  # the protocol search explores pins
 def test_a_pinned_commit_is_read_while_training_goes_on_and_removed_when_the_pin_is(
     run: Run, checkpoints: Path, tmp_path: Path
 ) -> None:

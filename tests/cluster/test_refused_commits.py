@@ -17,6 +17,7 @@ pytestmark = pytest.mark.cluster
 GOLDEN = Path("tests/golden/deepspeed-0.19.8/zero2-dp3/step-00000002")
 
 
+@pytest.mark.soak_only  # the model of the cluster has such commits
 def test_a_commit_with_a_foreign_class_is_loaded_in_its_own_topology_or_converted_once_it_is_allowed(
     run: Run, checkpoints: Path
 ) -> None:

@@ -81,6 +81,7 @@ def test_a_new_job_goes_on_from_a_folder_of_plain_deepspeed_in_another_layout(ru
     assert [after[step] for step in (11, 12)] == pytest.approx([before[step] for step in (11, 12)], rel=1e-5)
 
 
+@pytest.mark.soak_only  # test_admission starts from a folder, too
 def test_a_new_job_goes_on_from_the_newest_commit_of_an_older_one(run: Run, checkpoints: Path) -> None:
     run.submit([*GPT, "--steps", "6"], **elastic() | ONE_NODE | checkpoint(path="before"))
     run.until_phase("Complete", 240)

@@ -13,6 +13,7 @@ from tests.cluster.jobs import GPT, GPT_AT_FULL_SPEED, Run, committed, elastic, 
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.soak_only  # the engine tier resumes from virtual commits
 def test_a_job_shrinks_without_its_checkpoint_being_copied(run: Run, checkpoints: Path) -> None:
     spec = elastic() | {"nodes": {"min": 2, "max": 2}, "reshard": {"mode": "Virtual"}}
     run.submit([*GPT, "--steps", "100000"], **spec)
