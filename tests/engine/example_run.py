@@ -13,7 +13,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "gpt_deepspeed"
 
 
 def start(
-    root, topology, *args, script="train.py", launcher=("-m", "elastic_trainer.launch", "--preload", "torch._dynamo"), **extra
+    root,
+    topology,
+    *args,
+    script="train.py",
+    launcher=("-m", "elastic_trainer.launch", "--preload", "torch._dynamo"),
+    **extra,
 ):
     """The example as the operator would start it, on one machine."""
     with socket.socket() as probe:

@@ -63,7 +63,8 @@ def is_final(code: int | None) -> bool:
 def format_advice(spec: Spec, job: str) -> str:
     """Return what a person can do after the last try."""
     if spec.checkpoint.take_over is TakeOver.RESUME:
-        what = "mend the commits in spec.checkpoint.path, or set takeOver: Begin to begin from nothing"
+        what = "mend the damaged commit in spec.checkpoint.path, or move its folder away so that the next older one is"
+        what += " taken, or set takeOver: Begin to begin from nothing"
     else:
         what = "correct spec.checkpoint.startFrom, startOptions or allowedGlobals, or the checkpoint"
     return f"{what}, then: kubectl etj retry {job}"

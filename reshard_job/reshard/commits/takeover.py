@@ -2,7 +2,8 @@
 
 The job claims the root first, and looks for the newest commit then: so it misses no commit of a writer that still owned
 the root. It records its choice once. A conversion that is tried again goes on from the same commit, whatever a former
-owner publishes late. docs/protocol.md says why this is safe.
+owner publishes late. Only if a person has removed that commit, it chooses again, and records that beside the first
+choice. docs/protocol.md says why this is safe.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from reshard.commits.commit import Commit, check_files, read_commit
 from reshard.commits.root_owner import claim_root
 from reshard.contract import COMMIT_FILE, COMMIT_FOLDER, COMMIT_NAME
-from reshard.errors import CorruptSourceError, NotOwnerError
+from reshard.errors import CorruptSourceError, NotOwnerError, ReshardError
 from reshard.storage.durable import create_file, read_file
 
 _VERSION = 1
@@ -47,13 +48,28 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Found:
-    """A folder with a commit marker. `owner` and `problem`: None if not known, and if there is none."""
+    """A folder with a commit marker: the commit, or the error of the marker."""
 
     step: int
     attempt: int
-    name: str
-    owner: str | None
-    problem: str | None
+    folder: Path
+    commit: Commit | None
+    error: ReshardError | None
+
+    @property
+    def name(self) -> str:
+        return f"a{self.attempt}/{self.folder.name}"
+
+    def describe_damage(self) -> str:
+        """Return what is damaged, empty for nothing. Raise what says nothing about the bytes."""
+        try:
+            if self.error is not None:
+                raise self.error
+            if self.commit is not None:
+                check_files(self.folder, self.commit)
+        except CorruptSourceError as error:
+            return f"{error!s:.300}"
+        return ""
 
 
 def take_root_over(root: Path, *, uid: str, job: str) -> Choice:
@@ -73,18 +89,27 @@ def take_root_over(root: Path, *, uid: str, job: str) -> Choice:
         OSError: the root cannot be read, or the claim cannot be written.
     """
     owner = claim_root(root, uid=uid, job=job, take_over=True)
-    path = root / f"TAKEOVER-{re.sub(r'[^A-Za-z0-9-]', '', uid)[:64]}.json"
-    choice = _read_choice(path, uid)
-    if choice is None:
-        former = reversed(owner.previous if owner is not None else ())
-        choice = choose_commit(root, uid=uid, writers=tuple(former))
-        create_file(path, (json.dumps({"version": _VERSION, **dataclasses.asdict(choice)}) + "\n").encode())
-        choice = _read_choice(path, uid) or choice  # another pod of this conversion may have been faster
-    return choice
+    stem = f"TAKEOVER-{re.sub(r'[^A-Za-z0-9-]', '', uid)[:64]}"
+    path, number = root / f"{stem}.json", 0
+    while (choice := _read_choice(path, uid)) is not None:
+        if not choice.commit or (root / choice.commit / COMMIT_FILE).exists():
+            return choice
+        number += 1
+        path = root / f"{stem}.{number}.json"
+    former = reversed(owner.previous if owner is not None else ())
+    choice = choose_commit(root, uid=uid, writers=tuple(former))
+    if number and not choice.commit:
+        raise CorruptSourceError(
+            "the commit that was chosen is gone, and no other is there", path=str(root), hint=_ADVICE
+        )
+    create_file(path, (json.dumps({"version": _VERSION, **dataclasses.asdict(choice)}) + "\n").encode())
+    return _read_choice(path, uid) or choice  # another pod of this conversion may have been faster
 
 
 def choose_commit(root: Path, *, uid: str, writers: Sequence[str]) -> Choice:
     """Return the newest commit of the first writer that has one, else the newest of all.
+
+    Damage counts for that writer only, also where it leaves the writer no commit: no older writer's is taken instead.
 
     Args:
         root: folder of all attempts' checkpoints.
@@ -99,15 +124,17 @@ def choose_commit(root: Path, *, uid: str, writers: Sequence[str]) -> Choice:
         OSError: the root cannot be read.
     """
     found = sorted(_find_markers(root), key=lambda item: (item.step, item.attempt, item.name), reverse=True)
-    owners = {item.owner for item in found if item.problem is None}
+    owners = {item.commit.owner for item in found if item.commit is not None}
     writer = next((name for name in writers if name in owners), None)
     skipped: list[str] = []
     for item in found:
-        if item.problem is not None:
-            skipped.append(f"{item.name}: {item.problem}")
-        elif writer in (None, item.owner):
-            if len(skipped) < 2:
-                return Choice(uid=uid, commit=item.name, skipped=tuple(skipped))
+        if writer is not None and item.commit is not None and item.commit.owner != writer:
+            continue
+        if damage := item.describe_damage():
+            skipped.append(f"{item.name}: {damage}")
+        elif len(skipped) < 2:
+            return Choice(uid=uid, commit=item.name, skipped=tuple(skipped))
+        else:
             break
     if not skipped:
         return Choice(uid=uid, commit="")
@@ -133,13 +160,12 @@ def find_job_commits(root: Path) -> Iterator[tuple[int, Path]]:
 
 def _find_markers(root: Path) -> Iterator[_Found]:
     for attempt, folder in find_job_commits(root):
-        name, commit, problem = f"a{attempt}/{folder.name}", None, None
+        commit, problem = None, None
         try:
             commit = read_commit(folder)
-            check_files(folder, commit)
-        except CorruptSourceError as error:  # what cannot be reached now, or is newer, may not be passed over
-            problem = f"{error!s:.300}"
-        yield _Found(_step_of(folder, commit), attempt, name, commit.owner if commit else None, problem)
+        except ReshardError as error:
+            problem = error
+        yield _Found(_step_of(folder, commit), attempt, folder, commit, problem)
 
 
 def _step_of(folder: Path, commit: Commit | None) -> int:

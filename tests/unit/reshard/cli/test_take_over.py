@@ -16,9 +16,9 @@ from reshard.cli.main import main
 from reshard.commits import takeover
 from reshard.commits.commit import Commit, CommittedFile, read_commit, write_commit
 from reshard.commits.root_owner import claim_root, read_owner
-from reshard.commits.takeover import take_root_over
+from reshard.commits.takeover import choose_commit, take_root_over
 from reshard.contract import COMMIT_FILE, OWNER_FILE, UNCONFIRMED_FILE, Env, ExitCode, ReshardReport
-from reshard.errors import ReshardError, StoreError
+from reshard.errors import CorruptSourceError, ReshardError, StoreError
 from reshard.topology import Topology
 from tests.unit.reshard.cli.test_job_env import OTHER, SOURCE, UID, root
 
@@ -140,12 +140,14 @@ def test_a_commit_that_cannot_be_reached_now_is_not_passed_over_and_nothing_is_r
 ) -> None:
     folders = [leave(taken, f"a1/step-{number:08d}", step=number) for number in (5, 6)]
 
-    def fail_once(folder: Path) -> Commit:
-        monkeypatch.undo()
-        raise StoreError("cannot be read: Input/output error", path=str(folder))
+    def fail_at_newest(folder: Path) -> Commit:
+        if folder == folders[-1]:
+            raise StoreError("cannot be read: Input/output error", path=str(folder))
+        return read_commit(folder)
 
-    monkeypatch.setattr(takeover, "read_commit", fail_once)
+    monkeypatch.setattr(takeover, "read_commit", fail_at_newest)
     assert take_over_code(taken) == ExitCode.SOURCE_UNAVAILABLE
+    monkeypatch.undo()
     assert not list(taken.glob("TAKEOVER-*"))
     assert take_root_over(taken, uid=UID, job="team/gpt").commit == str(folders[-1].relative_to(taken))
 
@@ -165,6 +167,36 @@ def test_a_newest_commit_of_a_newer_version_stops_the_job_as_not_converted(taken
     marker.write_text(json.dumps(value))
     assert take_over_code(taken) == ExitCode.UNSUPPORTED
     assert not list(taken.glob("TAKEOVER-*"))
+
+
+def test_damage_counts_for_the_last_owner_only_and_lets_no_older_owner_take_its_place(taken: Path) -> None:
+    old = [leave(taken, f"a1/step-{step:08d}", step=step) for step in (400, 500)]
+    claim_root(taken, uid="begins", take_over=True)
+    mine = [leave(taken, f"a1/step-{step:08d}-begins", step=step, owner="begins") for step in (3, 4)]
+    for folder in old:
+        shorten(folder)
+    assert choose_commit(taken, uid=UID, writers=("begins", OTHER)).commit == "a1/step-00000004-begins"
+    for folder in mine:
+        shorten(folder)
+    with pytest.raises(CorruptSourceError, match="begins neither from nothing nor from an older commit"):
+        choose_commit(taken, uid=UID, writers=("begins", OTHER))
+
+
+def test_a_recorded_commit_that_a_person_has_removed_because_it_is_damaged_is_replaced_by_the_next_one(
+    taken: Path,
+) -> None:
+    good, bad = (leave(taken, f"a1/step-{step:08d}", step=step) for step in (5, 6))
+    states = next(bad.glob("*optim_states.pt"))
+    content = bytearray(states.read_bytes())
+    content[len(content) // 2] ^= 255
+    states.write_bytes(content)
+    assert resume(taken)[0] == ExitCode.SOURCE_INVALID
+    shutil.rmtree(bad)
+    for attempt in (2, 3):
+        code, report = resume(taken, attempt)
+        assert (code, report.source) == (ExitCode.OK, str(good))
+    shutil.rmtree(good)
+    assert take_over_code(taken) == ExitCode.SOURCE_INVALID, "it does not begin from nothing"
 
 
 def test_of_several_former_owners_the_last_one_with_a_commit_counts(taken: Path) -> None:
