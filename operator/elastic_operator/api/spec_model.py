@@ -300,9 +300,9 @@ class CheckpointSpec:
     resume_from: Annotated[str, Strict(), Field(max_length=80), AfterValidator(_check_resume_from)] = ""
     """Start of the next attempt, for a job that asks for it (reason CommitsRefused), or that is suspended. The name of
     a commit in status.checkpoint.history (a<N>/step-...): newer commits are not used again, and a refused commit is
-    tried once more. Beginning: from startFrom or from nothing, without any commit. It acts once and never on commits
-    made after it was set; status.resumeChoice says for which attempt. To repeat it, empty the field first. If empty,
-    the newest commit that can be used. Default empty.
+    tried once more. Beginning: from startFrom or from nothing, without any commit. It acts once, and not if an attempt
+    runs when it is set; status.resumeChoice says for which attempt. To repeat it, empty the field first. If empty, the
+    newest commit that can be used. Default empty.
     """
     take_over: TakeOver = TakeOver.NEVER
     """Whether the job may use a path that belongs to another job, or to an earlier job of the same name. Resume goes on

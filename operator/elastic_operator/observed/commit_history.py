@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Collection
 
+from elastic_operator.api.claim_path import BEGINNING
 from elastic_operator.api.status import (
     MAX_WITHHELD,
     Checkpoint,
@@ -165,13 +166,18 @@ def is_own(status: Status, commit: Commit) -> bool:
 def has_own_commit(status: Status) -> bool:
     """Return whether an own commit was ever acknowledged, unless a user has put all of them aside.
 
-    Without a history, the rest of the status may still tell of a commit.
+    Without a history, the rest of the status may still tell of a commit. What is older than an attempt that began from
+    nothing because a user said so is put aside, too.
     """
-    checkpoint, first = status.checkpoint, status.started_from.step if status.started_from is not None else 0
-    if not checkpoint.history:
-        steps = (item.commit_step for item in status.changes)
-        return bool(checkpoint.released or checkpoint.withheld or any(step > first for step in steps))
-    return any(is_own(status, item) and not item.put_aside for item in checkpoint.history)
+    checkpoint, choice = status.checkpoint, status.resume_choice
+    if checkpoint.history:
+        return any(is_own(status, item) and not item.put_aside for item in checkpoint.history)
+    begun = choice.attempt if choice is not None and choice.value == BEGINNING else 0
+    first = status.started_from.step if status.started_from is not None else 0
+    names = (name.partition("/")[0] for name in (*checkpoint.released, *checkpoint.withheld))
+    return any(not name[1:].isdigit() or int(name[1:]) >= begun for name in names) or any(
+        item.commit_step > first and item.from_attempt >= begun for item in status.changes
+    )
 
 
 def find_refused_alike(checkpoint: Checkpoint) -> str:

@@ -34,17 +34,21 @@ def is_choice_open(status: Status) -> bool:
 
 
 def note_choice(context: Context, status: Status) -> Status:
-    """Record a new word, and the newest commit at that time; forget a word that was taken back."""
+    """Record a new word, and the newest commit at that time; forget a word that was taken back.
+
+    A word that comes while an attempt runs never acts on a commit of the job.
+    """
     value, choice = context.spec.checkpoint.resume_from, status.resume_choice
     if value == (choice.value if choice is not None else ""):
         return status
     if not value:
         return dataclasses.replace(status, resume_choice=None)
-    if status.launched and not status.terminal:
-        text = f"spec.checkpoint.resumeFrom is {value}, but attempt {status.attempt} runs: it acts only if the attempt"
-        advice = f"to go back, empty the field, then kubectl etj suspend {context.job.name}, set it, and resume"
-        context.emit("ResumeFromWaits", f"{text} ends before its next commit; {advice}", warning=True)
     attempt, step = _find_last(status)
+    if status.launched and not status.terminal:
+        attempt, step = 0, 0  # so that a status that has lost a used word does not use it again
+        text = f"spec.checkpoint.resumeFrom is {value}, but attempt {status.attempt} runs: it does not act"
+        advice = f"to go back, empty the field, then kubectl etj suspend {context.job.name}, set it, and resume"
+        context.emit("ResumeFromIgnored", f"{text}; {advice}", warning=True)
     choice = ResumeChoice(value=value, after_attempt=attempt, after_step=step)
     return dataclasses.replace(status, resume_choice=choice)
 
@@ -118,8 +122,9 @@ def _describe_words(context: Context, status: Status) -> str:
     patch = f'{{"spec":{{"checkpoint":{{"resumeFrom":"{usable}"}}}}}}'
     text = f"To go on, set spec.checkpoint.resumeFrom to the name of a commit, or to {BEGINNING} (from {start}): "
     text += f"kubectl patch etj {job.name} -n {job.namespace} --type merge -p '{patch}'"
-    if choice is not None and choice.attempt:
-        text += f". To repeat {choice.value}, which attempt {choice.attempt} has used, empty the field first"
+    if choice is not None and not is_choice_open(status):
+        used = f", which attempt {choice.attempt} has used" if choice.attempt else ""
+        text += f". To repeat {choice.value}{used}, empty the field first"
     return ". ".join([text, *(f"{name}: {_describe(item)}" for name, item in names.items())])
 
 

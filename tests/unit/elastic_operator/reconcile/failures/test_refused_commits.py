@@ -227,13 +227,35 @@ def test_a_refused_commit_that_is_refused_again_is_passed_over_once_and_then_the
 def test_a_word_that_is_said_while_an_attempt_runs_does_not_act_on_what_it_commits() -> None:
     running = look(settled(), WORLD, word="Beginning")
     assert running.status.phase == Phase.RUNNING
-    assert [event.reason for event in running.events] == ["ResumeFromWaits"]
+    assert [event.reason for event in running.events] == ["ResumeFromIgnored"]
     assert look(running.status, WORLD, word="Beginning").events == ()
     newer = commit_history.add(running.status.checkpoint, commit(20))
     lost = dataclasses.replace(running.status, current=None, checkpoint=newer)
     assert name_of_start(look(lost, word="Beginning")) == "a1/step-00000020"
     at_once = dataclasses.replace(running.status, current=None)
-    assert name_of_start(look(at_once, word="Beginning")) == "", "nothing was committed since then"
+    assert name_of_start(look(at_once, word="Beginning")) == name_of_start(look(at_once))
+    refused = ended(commit(10, FOREIGN), commit(5, FOREIGN), resume_choice=running.status.resume_choice)
+    stopped = look(refused, word="Beginning").status
+    assert "To repeat Beginning, empty the field first" in stopped.message
+
+
+def test_a_used_word_that_the_status_has_lost_is_not_used_again() -> None:
+    used = look(look(ended(commit(10, FOREIGN), commit(5, FOREIGN))).status, word="Beginning").status
+    trained = dataclasses.replace(settled(), checkpoint=commit_history.add(used.checkpoint, commit(2000)))
+    noted = look(dataclasses.replace(trained, resume_choice=None), WORLD, word="Beginning").status
+    again = look(dataclasses.replace(noted, current=None), word="Beginning")
+    assert name_of_start(again) == "a1/step-00002000"
+
+
+def test_a_job_of_which_only_traces_of_commits_are_left_begins_by_the_word_until_it_has_a_commit() -> None:
+    traces = Checkpoint(released=("a1/step-00000005",))
+    stopped = look(dataclasses.replace(ended(), attempt=3, checkpoint=traces)).status
+    begun = look(stopped, word="Beginning").status
+    assert (begun.attempt, begun.phase) == (4, Phase.STARTING)
+    assert look(dataclasses.replace(begun, current=None), word="Beginning").status.attempt == 5
+    newer = dataclasses.replace(traces, released=("a4/step-00000009",))
+    lost = look(dataclasses.replace(begun, current=None, checkpoint=newer), word="Beginning").status
+    assert lost.reason == "CommitsRefused"
 
 
 def test_a_word_that_is_said_before_the_launch_makes_a_new_plan() -> None:
