@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from testbed import reads
 from testbed.components import bin_dir
 from testbed.errors import TestbedError
 
@@ -49,6 +50,8 @@ class Kubectl:
 
     def get(self, *arguments: str) -> dict[str, Any]:
         """`kubectl get ... -o json`; an empty dict where there is nothing."""
+        if (read := reads.read(self.kubeconfig, arguments)) is not None:
+            return read
         text = self("get", *arguments, "-o", "json", "--ignore-not-found")
         value: dict[str, Any] = json.loads(text) if text.strip() else {}
         return value

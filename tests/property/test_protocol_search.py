@@ -39,7 +39,7 @@ EVERY_FAULT = frozenset({"die", "lose", "cut", "suspect", "lost-answer", "blind"
 ZOMBIE = frozenset({"lose", "cut", "blind"})
 """With these, the first attempt goes on beside the second one."""
 
-IN_CONVERSION = EVERY_FAULT - {"cut"} if SOAKING else frozenset({"die", "lose", "lost-answer"})
+IN_CONVERSION = EVERY_FAULT - {"cut"}
 NUM_SAVES = 2 if SOAKING else 1
 """Of an attempt beside another one: with the second save there are five times as many orders."""
 
@@ -102,6 +102,7 @@ def search(folder: Path, patch: pytest.MonkeyPatch, scenario: Scenario, names: s
             Scenario(gpus=SMALLER_NODES, faults=1, kinds=IN_CONVERSION, num_saves=NUM_SAVES),
             ["the reshard pod of attempt 2 converts", "attempt 2 publishes the commit"],
             id="conversion",
+            marks=pytest.mark.soak_only,
         ),
         pytest.param(
             Scenario(gpus=SMALLER_NODES, faults=2, kinds=PINNED, num_saves=1),
