@@ -82,6 +82,8 @@ class RenewalCache:
         times: dict[str, Any] = {}
         if signals.is_start_failure(view):
             times["cannot_start_since"] = self.first_seen(f"{key}/start", view.uid, now)
+        else:
+            self._seen.pop(f"{key}/start", None)
         if view.unschedulable:
             times["unschedulable_since"] = self.first_seen(f"{key}/unschedulable", view.uid, now)
         if view.deleted_at is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elastic_operator.api.pod_template import MAIN_CONTAINER
@@ -22,8 +23,7 @@ def name_main_container(pod: Mapping[str, Any]) -> str:
 
 def find_end(status: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return the ContainerStateTerminated of a container, empty if it has not ended."""
-    states = {item.get("name"): item.get("state") or {} for item in status.get("containerStatuses") or ()}
-    return states.get(name, {}).get("terminated") or {}
+    return _find_state(status, name).get("terminated") or {}
 
 
 def list_survivors(status: Mapping[str, Any], name: str) -> Iterator[str]:
@@ -37,7 +37,34 @@ def list_survivors(status: Mapping[str, Any], name: str) -> Iterator[str]:
                 yield str(item.get("name"))
 
 
-def find_waiting_state(statuses: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the state of the first container that waits for something out of the ordinary, empty if none does."""
-    states = [(item.get("state") or {}).get("waiting") for item in statuses]
+def find_phase(status: Mapping[str, Any], name: str) -> str:
+    """Return the phase of a pod, which is Running once the container `name` has started.
+
+    The kubelet calls a pod Pending as long as any container waits for its first start.
+    """
+    phase = str(status.get("phase", "Pending"))
+    return "Running" if phase == "Pending" and _has_started(status, name) else phase
+
+
+def find_wait(status: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the ContainerStateWaiting that keeps a container from running, empty if it is nothing out of the ordinary.
+
+    The container waits for itself and for init containers, sidecars among them. Once it runs, it waits for none.
+    """
+    if _has_started(status, name):
+        return {}
+    own = (item for item in status.get("containerStatuses") or () if item.get("name") == name)
+    statuses = itertools.chain(status.get("initContainerStatuses") or (), own)
+    states = ((item.get("state") or {}).get("waiting") for item in statuses)
     return next((state for state in states if state and state.get("reason") not in _ORDINARY_WAITS), {})
+
+
+def _has_started(status: Mapping[str, Any], name: str) -> bool:
+    """Return whether a container runs or has ended, and does not wait to be started once more."""
+    state = _find_state(status, name)
+    return "running" in state or "terminated" in state
+
+
+def _find_state(status: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    states = {item.get("name"): item.get("state") or {} for item in status.get("containerStatuses") or ()}
+    return states.get(name, {})

@@ -15,7 +15,7 @@ from typing import Any
 from elastic_operator.api import pod_reports
 from elastic_operator.api.claim_path import Start
 from elastic_operator.api.serialization import parse_time
-from elastic_operator.observed.containers import find_end, find_waiting_state, list_survivors, name_main_container
+from elastic_operator.observed.containers import find_end, find_phase, find_wait, list_survivors, name_main_container
 from elastic_operator.observed.health_monitors import NO_RULES, Rules, find_health_problems, is_shutdown
 from elastic_operator.observed.placement.pod_resources import extended_only, parse_builtin, parse_extended, pod_requests
 from elastic_operator.observed.placement.volumes import ClaimView
@@ -107,14 +107,14 @@ class PodView:
         termination_message: of the same container.
         outlived_by: names of the containers that run on in the pod after that one has ended; empty if none does.
         deletion_grace_seconds: grace period of the deletion, which `deleted_at` includes.
-        waiting_reason: why a container does not run, for instance `ErrImagePull`.
+        waiting_reason: why the container that trains or converts does not run, for instance `ErrImagePull`.
         disruption: reason of the DisruptionTarget condition.
         disrupted_at: last transition of that condition.
         grace_seconds: terminationGracePeriodSeconds of the pod.
         unhealthy_devices: devices that the kubelet reports as Unhealthy (KEP-4680).
         unschedulable: the scheduler's message if it found no node.
         deleted_at: end of the grace period after a deletion, by the operator's clock.
-        cannot_start_since: when the operator first saw a container fail to start.
+        cannot_start_since: when the operator first saw that it cannot start; forgotten once that is over.
         unschedulable_since: when the operator first saw that the scheduler found no node.
         tolerations: tolerations of the pod, with those that admission added.
         owner: UID of the Job that controls the pod, empty for none; labels alone prove nothing (`ownership`).
@@ -385,7 +385,7 @@ def pod_view(pod: Mapping[str, Any]) -> PodView:
     containers = status.get("containerStatuses") or []
     main = name_main_container(pod)
     end = find_end(status, main)
-    waiting = find_waiting_state([*(status.get("initContainerStatuses") or []), *containers])
+    waiting = find_wait(status, main)
     conditions = {item.get("type"): item for item in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled", {})
     owner = controller_of(meta, "Job")
@@ -397,7 +397,7 @@ def pod_view(pod: Mapping[str, Any]) -> PodView:
         role=labels.get(Label.ROLE, ""),
         node=spec.get("nodeName"),
         index=_parse_whole_number(labels.get("batch.kubernetes.io/job-completion-index")),
-        phase=status.get("phase", "Pending"),
+        phase=find_phase(status, main),
         created_at=parse_time(meta.get("creationTimestamp")),
         deleted_at=parse_time(meta.get("deletionTimestamp")),
         deletion_grace_seconds=int(meta.get("deletionGracePeriodSeconds") or 0),

@@ -199,7 +199,7 @@ def _describe_not_ready(node: NodeView) -> str:
 
 
 def is_start_failure(pod: PodView) -> bool:
-    """Return whether a container of the pod fails to start, and not only waits for its image or volumes."""
+    """Return whether the pod's container fails to start, and does not only wait for its image or volumes."""
     return pod.waiting_reason in _CANNOT_START
 
 

@@ -8,6 +8,7 @@ from elastic_operator.api.failure_policy import ClassBudget, FailureClass
 from elastic_operator.api.serialization import Time
 from elastic_operator.api.spec import RecoverySpec, spec_hash
 from elastic_operator.api.status import FailureCount, RestartBudget, Status
+from elastic_operator.observed import commit_history
 from elastic_operator.observed.failure_classes import CLASSES, Budget, Progress, classify_failure
 from elastic_operator.reconcile.context import Context
 
@@ -154,7 +155,8 @@ def _find(status: Status, name: FailureClass) -> FailureCount:
 
 
 def _has_progress(status: Status, item: FailureCount) -> bool:
-    if status.checkpoint.step > item.commit_step:
+    newest = commit_history.find_newest(status.checkpoint, below=status.attempt + 1)
+    if newest is not None and newest.step > item.commit_step and commit_history.is_own(status, newest):
         return True
     current = status.current
     return (

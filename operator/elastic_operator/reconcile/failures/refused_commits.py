@@ -77,11 +77,14 @@ def follow_choice(context: Context, status: Status) -> Status:
 
 
 def find_problem(status: Status) -> str:
-    """Return why no commit can be used without a word of the user; empty if one can, or if there never was one."""
-    if not commit_history.has_own_commit(status):
-        return ""
+    """Return why a word of the user is needed; empty if a commit can be used, or if there never was one of the job."""
+    has_own = commit_history.has_own_commit(status)
     if alike := commit_history.find_refused_alike(status.checkpoint):
-        return f"two commits were refused alike, so they are not damaged ({sentence(alike, _REASON_BYTES)})"
+        text = "two copies of the checkpoint that the job starts from were refused alike"
+        text = "two commits were refused alike, so they are not damaged" if has_own else text
+        return f"{text} ({sentence(alike, _REASON_BYTES)})"
+    if not has_own:
+        return ""
     newest = commit_history.find_newest(status.checkpoint, below=status.attempt + 1)
     if newest is not None and commit_history.is_own(status, newest):
         return ""

@@ -374,6 +374,13 @@ def test_the_grace_of_an_image_begins_at_its_first_failure_and_not_with_the_pod(
     assert renewals.date_pod(failing("ImagePullBackOff"), NOW + 520).cannot_start_since == NOW + 500
 
 
+def test_a_container_that_recovered_and_waits_again_has_its_whole_grace_again() -> None:
+    renewals, runs = RenewalCache(), {"name": "train", "state": {"running": {}}}
+    assert renewals.date_pod(failing("ErrImagePull"), NOW).cannot_start_since == NOW
+    assert renewals.date_pod(pod(phase="Running", containerStatuses=[runs]), NOW + 10).cannot_start_since is None
+    assert renewals.date_pod(failing("CrashLoopBackOff"), NOW + 36000).cannot_start_since == NOW + 36000
+
+
 def test_a_deleted_pod_is_overdue_by_the_operators_clock() -> None:
     deleted = pod(phase="Running")
     deleted["metadata"] |= {"deletionTimestamp": format_time(NOW - 7200), "deletionGracePeriodSeconds": 30}

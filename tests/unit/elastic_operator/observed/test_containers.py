@@ -111,6 +111,44 @@ def test_the_end_of_the_container_is_a_signal_at_once(
         assert found[0].message == "pod gpt-a1-0 on node n1 failed with exit code 7 (Error), while proxy goes on"
 
 
+def waits(reason: str = "CrashLoopBackOff") -> dict[str, Any]:
+    return {"waiting": {"reason": reason, "message": "said"}}
+
+
+CREATED, INITIALIZED = waits("ContainerCreating"), waits("PodInitializing")
+
+
+@pytest.mark.parametrize(
+    ("train", "init", "beside", "phase", "expected"),
+    [
+        pytest.param(RUNS, waits(), RUNS, "Running", ("", "Running"), id="native-sidecar"),
+        pytest.param(RUNS, RUNS, waits("ErrImagePull"), "Pending", ("", "Running"), id="the-kubelet-calls-it-pending"),
+        pytest.param(ended(0), RUNS, waits("ErrImagePull"), "Pending", ("", "Running"), id="ours-has-ended"),
+        pytest.param(CREATED, RUNS, waits("ErrImagePull"), "Pending", ("", "Pending"), id="ours-waits-for-no-peer"),
+        pytest.param(INITIALIZED, waits(), CREATED, "Pending", ("CrashLoopBackOff", "Pending"), id="kept-from-start"),
+        pytest.param(None, waits(), None, "Pending", ("CrashLoopBackOff", "Pending"), id="no-status-of-ours-yet"),
+        pytest.param(waits(), RUNS, RUNS, "Running", ("CrashLoopBackOff", "Running"), id="ours-waits"),
+    ],
+)
+def test_a_container_waits_for_itself_and_before_its_start_for_init_containers(
+    train: dict[str, Any] | None,
+    init: dict[str, Any],
+    beside: dict[str, Any] | None,
+    phase: str,
+    expected: tuple[str, str],
+) -> None:
+    states = [(name, state) for name, state in (("proxy", beside), ("train", train)) if state is not None]
+    item = pod(*states, phase=phase)
+    item["status"]["initContainerStatuses"] = [{"name": "istio", "state": init}]
+    if not states:
+        item["spec"]["containers"] = [{"name": "train"}]
+    view = pod_view(item)
+    assert (view.waiting_reason, view.phase) == expected
+    assert view.waiting_message == ("said" if view.waiting_reason else "")
+    images = [signal for signal in detect_pod_signals(view, NOW) if signal.kind is Kind.IMAGE]
+    assert bool(images) == bool(view.waiting_reason)
+
+
 def conversion(name: str, *, code: int | None, others: str = "", phase: str = "Running") -> PodView:
     return PodView(
         name=name, uid=name, attempt=2, role="reshard", phase=phase, exit_code=code, outlived_by=others, owner="r"

@@ -8,6 +8,7 @@ from elastic_operator.api.status import Phase, Recovery, Status
 from elastic_operator.observed.observation import PodView
 from elastic_operator.plugin.errors import Exit, PluginError
 from elastic_operator.plugin.pages.log_choice import LogQuery, choose_pod, explain_missing_log
+from tests.unit.elastic_operator.reconcile.failures.test_sidecars import waiting_beside
 
 GPU = "amd.com/gpu"
 
@@ -84,6 +85,7 @@ def test_where_there_is_no_log_the_reason_is_told(
         (PodView(name="p", uid="u", attempt=1, role="worker", node="n1"), "is being started on n1"),
         (pod(1, 0), ""),
         (pod(1, 0, "Failed", 7), ""),
+        (waiting_beside(), ""),
     ],
 )
 def test_a_pod_that_has_not_started_says_what_it_waits_for(view: PodView, reason: str) -> None:

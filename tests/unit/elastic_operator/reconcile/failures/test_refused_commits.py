@@ -294,7 +294,8 @@ FROM_OTHERS = {"checkpoint": {"startFrom": "old/run"}}
     ("history", "reason"),
     [
         ([commit(1000, "CRC", writer="reshard")], "StartFrom"),
-        ([commit(1000, FOREIGN, attempt=2, writer="reshard"), commit(1000, FOREIGN, writer="reshard")], "StartFrom"),
+        ([commit(1000, "CRC", attempt=2, writer="reshard"), commit(1000, "I/O", writer="reshard")], "StartFrom"),
+        ([commit(1000, "CRC", attempt=at, writer="reshard") for at in (2, 1)], "CommitsRefused"),
         ([commit(1003, "CRC"), commit(1000, "CRC differs", writer="reshard")], "CommitsRefused"),
         ([commit(1003, "CRC", attempt=2, writer="reshard")], "CommitsRefused"),
         ([commit(1003, "CRC"), commit(1000, writer="reshard")], "CommitsRefused"),

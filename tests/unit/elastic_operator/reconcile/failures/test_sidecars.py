@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_operator.api.status import Phase
-from elastic_operator.observed.observation import Observation, PodView
+from elastic_operator.observed.observation import Observation, PodView, pod_view
 from elastic_operator.reconcile.actions import DeleteJob
 from reshard.contract import ExitCode, ReshardReport, TrainerPhase
 from tests.unit.elastic_operator.reconcile.test_decide_phases import (
@@ -99,3 +99,32 @@ def test_a_conversion_ends_with_its_container(code: ExitCode, is_ready: bool, fa
     assert reshard is not None
     assert (current.resume.ready, reshard.failures) == (is_ready, failures)
     assert DeleteJob(name=job.name, uid=job.uid) in decision.actions, "it would not end before its deadline"
+
+
+def waiting_beside(kind: str = "containerStatuses") -> PodView:
+    """The view of a pod whose first container runs while another one waits for its image, or crashes in a loop."""
+    is_init = kind == "initContainerStatuses"
+    reason, phase = ("CrashLoopBackOff", "Running") if is_init else ("ImagePullBackOff", "Pending")
+    status: dict[str, Any] = {"phase": phase, "containerStatuses": [{"name": "train", "state": {"running": {}}}]}
+    status.setdefault(kind, []).append({"name": "proxy", "state": {"waiting": {"reason": reason}}})
+    names = [{"name": "train"}] if is_init else [{"name": "train"}, {"name": "proxy"}]
+    item = {"metadata": {"name": "p", "uid": "u"}, "spec": {"nodeName": "n1", "containers": names}, "status": status}
+    return pod_view(item)
+
+
+@pytest.mark.parametrize("kind", ["containerStatuses", "initContainerStatuses"])
+def test_a_sidecar_that_waits_ends_no_training_and_no_conversion(kind: str) -> None:
+    view = waiting_beside(kind)
+    seen = {"phase": view.phase, "waiting_reason": view.waiting_reason, "cannot_start_since": NOW - 700}
+    trains = tuple(dataclasses.replace(pod, **seen) for pod in workers())
+    leases = lease(PHASE=TrainerPhase.TRAINING, STEP="90")
+    status = look(settled(), dataclasses.replace(WORLD, pods=trains, leases=leases)).status
+    assert (status.phase, status.recoveries, status.nodes_text) == (Phase.RUNNING, (), "3/3")
+    job, pod = resharded()
+    converts = dataclasses.replace(pod, **seen, node="n1", exit_code=None, termination_message="")
+    job = dataclasses.replace(job, complete=False, created_at=NOW - 5000)
+    world = dataclasses.replace(lost_node(), pods=(converts,), jobs=(job,))
+    status = look(after_loss(), world, now=NOW + 1).status
+    assert (status.phase, status.reason) == (Phase.RESHARDING, "NodeNotReady")
+    assert status.reshard is not None
+    assert status.reshard.failures == 0

@@ -20,7 +20,15 @@ from elastic_operator.reconcile.actions import Create, Decision, LaunchAttempt
 from elastic_operator.reconcile.decide import decide
 from reshard.contract import Env, ExitCode, ReshardReport
 from tests.unit.elastic_operator.reconcile.starts.test_start_from import IDLE, arguments, converted
-from tests.unit.elastic_operator.reconcile.test_decide_phases import JOB, NOW, SPEC, settled
+from tests.unit.elastic_operator.reconcile.test_decide_phases import (
+    JOB,
+    NOW,
+    SPEC,
+    lease,
+    settled,
+    worker_job,
+    workers,
+)
 
 ROOT = "/checkpoint/gpt"
 TARGET = f"{ROOT}/a1/step-start-{JOB.uid[:8]}"
@@ -34,6 +42,7 @@ FOUND = ReshardReport(
     samples=2400,
     verified=True,
 )
+UNLOADABLE = "{uri}: the copy cannot be loaded"
 NOTHING = ReshardReport(ok=True, exit_code=0, message="the folder holds no commit", source=ROOT)
 
 
@@ -41,9 +50,17 @@ def wanted(word: str, **changes: Any) -> dict[str, Any]:
     return {**copy.deepcopy(SPEC), "checkpoint": {**SPEC["checkpoint"], "takeOver": word, **changes}}
 
 
-def look(status: Status, world: Observation = IDLE, *, word: str = "Resume", request: str = "") -> Decision:
+def look(
+    status: Status,
+    world: Observation = IDLE,
+    *,
+    word: str = "Resume",
+    request: str = "",
+    now: float = NOW,
+    **checkpoint: Any,
+) -> Decision:
     job = dataclasses.replace(JOB, retry_request=request)
-    return decide(job, parse_spec(wanted(word)), status, world, limits=Timeouts(), now=NOW)
+    return decide(job, parse_spec(wanted(word, **checkpoint)), status, world, limits=Timeouts(), now=now)
 
 
 def reasons(decision: Decision) -> list[str]:
@@ -98,6 +115,47 @@ def test_commits_of_which_none_can_be_read_stop_the_job_with_the_words_that_go_o
     assert "set takeOver: Begin to begin from nothing" in failed.message
     begun = look(failed, request="1", word="Begin")
     assert (begun.status.attempt, resume_of(begun)) == (2, "")
+
+
+def refuse_copy(status: Status, reason: str, now: float, **checkpoint: Any) -> Status:
+    """Plan the next attempt, convert for 15 minutes, and let rank 0 refuse the copy."""
+    status = look(status, now=now, **checkpoint).status
+    assert status.current is not None
+    resume = status.current.resume
+    report = dataclasses.replace(FOUND, source=f"{resume.source}/a3/step-00000120", target=resume.uri)
+    status = look(status, converted(report, attempt=status.attempt), now=now + 900, **checkpoint).status
+    pods = workers(status.attempt, phase="Failed", exit_code=76)
+    leases = lease(status.attempt, RESUME_ERROR=reason.format(uri=resume.uri))
+    world = dataclasses.replace(IDLE, jobs=(worker_job(status.attempt),), pods=pods, leases=leases)
+    return look(status, world, now=now + 960, **checkpoint).status
+
+
+@pytest.mark.parametrize(("word", "start"), [("Resume", ""), ("Never", "old/run")])
+def test_two_copies_that_the_training_refuses_alike_stop_the_job_and_a_word_tries_once_more(
+    word: str, start: str
+) -> None:
+    fields, status = {"word": word, "startFrom": start}, Status()
+    for attempt in (1, 2):
+        status = refuse_copy(status, UNLOADABLE, NOW + 1000 * attempt, **fields)
+        assert len(status.checkpoint.history) == attempt
+    assert (status.phase, status.reason, status.attempt) == (Phase.FAILED, "CommitsRefused", 2)
+    assert "two copies of the checkpoint that the job starts from were refused alike" in status.message
+    name = status.checkpoint.history[0].uri.removeprefix(f"{ROOT}/")
+    assert f'"resumeFrom":"{name}"' in status.message
+    assert f"Beginning (from spec.checkpoint.{'takeOver' if word == 'Resume' else 'startFrom'})" in status.message
+    again = look(status, now=NOW + 3000, resumeFrom=name, **fields).status
+    assert again.current is not None
+    assert again.current.resume.uri == status.checkpoint.history[0].uri, "without another copy"
+    begun = refuse_copy(status, UNLOADABLE, NOW + 3000, resumeFrom="Beginning", **fields)
+    assert (begun.reason, begun.attempt) == ("CommitsRefused", 3), "one more copy, and no further one"
+
+
+def test_a_copy_is_no_progress_for_the_pause_after_failures() -> None:
+    status = Status()
+    for attempt in (1, 2, 3):
+        status = refuse_copy(status, f"reason {'x' * attempt}", NOW + 2000 * attempt)
+        assert [item.in_a_row for item in status.failure_counts] == [attempt]
+    assert (status.phase, status.reason) == (Phase.PENDING, "Backoff")
 
 
 def test_a_folder_that_has_another_owner_again_ends_the_job() -> None:
