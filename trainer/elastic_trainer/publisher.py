@@ -56,7 +56,7 @@ class Publisher:
 
         Raises:
             NotOwnerError: the root belongs to another job.
-            OSError: the claim cannot be written.
+            OSError: the claim cannot be read or written.
         """
         settings = self._settings
         owner = claim_root(

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from elastic_trainer import settings, virtual
 from elastic_trainer.batch import BatchPlan
 from elastic_trainer.collective import Collective
-from elastic_trainer.file_shares import share_of
+from elastic_trainer.file_shares import Finding, Verdict, check_commit, is_refused, judge
 from elastic_trainer.heartbeat import Heartbeat
 from elastic_trainer.lease import LeaseMailbox
 from elastic_trainer.mailbox import FileMailbox, Mailbox, NoMailbox
@@ -38,15 +38,15 @@ from elastic_trainer.publisher import Publisher, commit_name
 from elastic_trainer.saving import futures
 from elastic_trainer.saving.asynchronous import AsynchronousSaves
 from elastic_trainer.termination import Termination
-from reshard.commits.commit import VIRTUAL, Commit, CommittedFile, check_files, read_commit
-from reshard.contract import DCP, LeaseKey, Request, TrainerExit, TrainerPhase
-from reshard.errors import NotOwnerError, ReshardError
+from reshard.commits.commit import VIRTUAL, Commit, CommittedFile
+from reshard.contract import LeaseKey, Request, TrainerExit, TrainerPhase
+from reshard.errors import NotOwnerError, ReshardError, StoreError
 from reshard.storage.durable import file_crc32
 from reshard.topology import Topology
 
 _log = logging.getLogger(__name__)
 _SAVE, _STOP = 1, 2
-_NOT_OWNER = -1
+_NOT_OWNER, _FAILED = -1, -2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,8 @@ class Session:
 
         Every rank checks its share of the files (size and CRC-32), and no rank loads anything before all checks have
         passed. If the commit cannot be used, all ranks exit with code 76, after rank 0 has told the operator why; the
-        operator then chooses an earlier commit.
+        operator then chooses an earlier commit. If the storage cannot be read now, all ranks fail, and the next attempt
+        tries the same commit.
 
         A commit of another topology is accepted if its format is `dcp`, because torch.distributed.checkpoint loads it
         at any degrees; any other commit must be converted to the topology of this attempt first.
@@ -197,6 +198,9 @@ class Session:
         Args:
             load: loads the folder with the framework's own function.
             virtual_commits: `load` reads the folder within this call, so that a virtual commit can be offered to it.
+
+        Raises:
+            StoreError: the storage cannot be read now.
         """
         folder = self.settings.resume
         loader = virtual.describe_loader(self.settings.scratch)
@@ -206,12 +210,13 @@ class Session:
         if folder is None:
             return self.position
         self._tell({LeaseKey.PHASE: TrainerPhase.RESTORING})
-        problem, commit = self._check(folder)
+        finding, commit = check_commit(folder, rank=self.settings.rank, topology=self.topology)
         if commit is not None and commit.format == VIRTUAL and not virtual_commits:
-            problem = "it is virtual, and this script cannot load that: reshard it in mode Materialize"
-        problems = [text for text in self._collective.gather(problem) if text]
-        if problems or commit is None:
-            self._refuse_resume(folder, problems)
+            text = "it is virtual, and this script cannot load that: reshard it in mode Materialize"
+            finding = Finding(Verdict.UNUSABLE, text)
+        findings = self._collective.gather(finding)
+        if commit is None or any(finding.text for finding in findings):
+            self._end_restore(folder, findings)
         if commit.format == VIRTUAL:
             self._load_virtual(folder, load)
         else:
@@ -228,22 +233,25 @@ class Session:
         ranks = range(first, min(first + self.settings.local_world_size, self._collective.world_size))
         with contextlib.ExitStack() as stack:
             opened: virtual.OpenVirtualCommit | None = None
-            problem = ""
+            finding = Finding()
             try:
                 opened = stack.enter_context(
                     virtual.open_virtual_commit(folder, ranks=ranks, scratch=self.settings.scratch)
                 )
-            except (ReshardError, OSError) as error:
-                problem = str(error)
+            except ReshardError as error:
+                finding = dataclasses.replace(judge(error, folder), text=str(error))  # names the source
+            except OSError as error:  # of the scratch folder
+                finding = Finding(Verdict.UNUSABLE, str(error))
             read = opened.loaded.ranges if opened is not None and opened.loaded is not None else {}
-            gathered = self._collective.gather((problem, read))
-            problems = [text for text, _ in gathered if text]
-            if self.is_leader and opened is not None and not problems:
-                problems = virtual.find_damage(opened.manifest, [ranges for _, ranges in gathered])
-            problems = sorted({text for texts in self._collective.gather(problems) for text in texts})
-            if problems or opened is None:
+            gathered = self._collective.gather((finding, read))
+            findings = [finding for finding, _ in gathered]
+            if self.is_leader and opened is not None and not any(finding.text for finding in findings):
+                damage = virtual.find_damage(opened.manifest, [ranges for _, ranges in gathered])
+                findings += [Finding(Verdict.UNUSABLE, text) for text in damage]
+            findings = self._collective.gather(findings)[0]  # rank 0 knows the damage, too
+            if opened is None or any(finding.text for finding in findings):
                 stack.close()
-                self._refuse_resume(folder, problems)
+                self._end_restore(folder, findings)
             load(opened.folder)
             self._collective.gather(None)  # no process may remove files that another one still reads
 
@@ -425,16 +433,20 @@ class Session:
     def _only_as_owner(self, act: Callable[[], int]) -> int:
         """Call `act`, which only the owner of the checkpoint root may do, on rank 0; return its result on every rank.
 
-        If the root belongs to another job, every rank exits with code 77.
+        If the root belongs to another job, every rank exits with code 77. If rank 0 fails otherwise, every rank fails.
         """
-        result = 0
+        result, failure = 0, None
         if self.is_leader:
             try:
                 result = act()
             except NotOwnerError as error:
                 result = _NOT_OWNER
                 self._tell_not_owner(error)
+            except (ReshardError, OSError) as error:
+                result, failure = _FAILED, error
         result = self._collective.broadcast(result)
+        if result == _FAILED:
+            raise failure or StoreError("rank 0 cannot use the checkpoint root: its output says why")
         if result == _NOT_OWNER:
             self._close()
             sys.exit(TrainerExit.NOT_OWNER)
@@ -453,30 +465,18 @@ class Session:
         self._heartbeat.update({LeaseKey.OWNER_ERROR: str(error)[:1000]})
         self._heartbeat.stop()
 
-    def _check(self, folder: Path) -> tuple[str, Commit | None]:
-        """Check this rank's share of a commit; return what is wrong, and the commit if it can be used."""
-        try:
-            commit = read_commit(folder)
-        except ReshardError as error:
-            return str(error), None
-        if commit.topology != self.topology and commit.format != DCP:
-            return f"it is laid out for {commit.topology}, this attempt runs at {self.topology}: reshard it", None
-        share = dataclasses.replace(
-            commit, files=share_of(commit.files, rank=self.settings.rank, topology=self.topology)
-        )
-        try:
-            check_files(folder, share, crc=True)
-        except (ReshardError, OSError) as error:
-            return "; ".join(getattr(error, "problems", ())) or str(error), None
-        return "", commit
-
-    def _refuse_resume(self, folder: Path, problems: list[str]) -> NoReturn:
-        text = f"{folder}: {'; '.join(sorted(set(problems)))}"
-        _log.error("cannot resume: %s", text)
+    def _end_restore(self, folder: Path, findings: list[Finding]) -> NoReturn:
+        """End all ranks: with code 76 if the commit is refused, else so that the next attempt tries it again."""
+        text = f"{folder}: {'; '.join(sorted({finding.text for finding in findings if finding.text}))}"
+        refused = is_refused(findings)
+        _log.error("cannot resume%s: %s", "" if refused else " now", text)
         if self._heartbeat is not None:
-            self._heartbeat.update({LeaseKey.RESUME_ERROR: text[:1000]})
+            if refused:
+                self._heartbeat.update({LeaseKey.RESUME_ERROR: text[:1000]})
             self._heartbeat.stop()
         self._close()
+        if not refused:
+            raise StoreError(f"the commit to resume from cannot be read now: {text}")
         sys.exit(TrainerExit.RESUME_INVALID)
 
     def _tell(self, annotations: dict[LeaseKey, str], *, now: bool = False) -> None:

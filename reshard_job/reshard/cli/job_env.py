@@ -28,7 +28,7 @@ def claim_checkpoint_root(source: Path, target: Path) -> str:
 
     Raises:
         NotOwnerError: the root belongs to another job.
-        OSError: the claim cannot be written.
+        OSError: the claim cannot be read (StoreError) or written.
     """
     uid, root = os.environ.get(Env.JOB_UID, ""), Path(os.environ.get(Env.CHECKPOINT_ROOT, ""))
     if not uid or not root.is_absolute() or not target.is_relative_to(root):
@@ -68,7 +68,7 @@ def take_over(source: str, target: Path) -> tuple[str, list[str]]:
 
     Raises:
         NotOwnerError: the root belongs to another job.
-        SourceError: the root holds commits, but none to go on from.
+        SourceError: the root holds commits, but none to go on from; or it cannot be read now (StoreError).
         TargetError: the root cannot be read or written.
     """
     uid, root = os.environ.get(Env.JOB_UID, ""), os.environ.get(Env.CHECKPOINT_ROOT, "")

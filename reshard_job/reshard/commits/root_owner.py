@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.contract import COMMIT_FILE, OWNER_FILE
-from reshard.errors import NotOwnerError
+from reshard.errors import NotOwnerError, make_read_error
 from reshard.storage.durable import create_file, make_folder, read_file, replace_file
 
 _VERSION = 1
@@ -53,13 +53,16 @@ def read_owner(root: Path) -> Owner | None:
     """Read OWNER.json of a checkpoint root; return None if there is none.
 
     Raises:
-        NotOwnerError: OWNER.json exists and cannot be read, so the owner of the root is not known.
+        NotOwnerError: the content of OWNER.json makes no sense, so the owner of the root is not known.
+        StoreError: OWNER.json cannot be read now.
     """
     path = root / OWNER_FILE
     try:
         content = read_file(path, _MAX_BYTES)
         return None if content is None else _parse(json.loads(content))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise make_read_error(error, str(path), is_indexed=False) from error
+    except (ValueError, RecursionError) as error:
         raise NotOwnerError(
             f"cannot be read: {error!s:.200}",
             path=str(path),
@@ -79,7 +82,7 @@ def claim_root(root: Path, *, uid: str, job: str = "", take_over: bool = False, 
 
     Raises:
         NotOwnerError: the root belongs to another job.
-        OSError: the claim cannot be written.
+        OSError: the claim cannot be read (StoreError) or written.
     """
     owner = read_owner(root)
     if owner is not None and owner.uid == uid:

@@ -17,7 +17,7 @@ from pathlib import Path
 from reshard.commits.commit import Commit, check_files, read_commit
 from reshard.commits.root_owner import claim_root
 from reshard.contract import COMMIT_FILE, COMMIT_FOLDER, COMMIT_NAME
-from reshard.errors import CorruptSourceError, NotOwnerError, ReshardError
+from reshard.errors import CorruptSourceError, NotOwnerError, ReshardError, make_read_error
 from reshard.storage.durable import create_file, read_file
 
 _VERSION = 1
@@ -187,7 +187,9 @@ def _read_choice(path: Path, uid: str) -> Choice | None:
         if not isinstance(skipped, list) or not all(isinstance(item, str) for item in skipped):
             raise ValueError(f"skipped is {skipped!r:.100}, expected texts")
         return Choice(uid=uid, commit=commit, skipped=tuple(skipped))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise make_read_error(error, str(path), is_indexed=False) from error
+    except (ValueError, RecursionError) as error:
         raise NotOwnerError(
             f"cannot be read: {error!s:.200}", path=str(path), hint="remove the file: the next try chooses again"
         ) from error

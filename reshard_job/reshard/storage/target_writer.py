@@ -18,7 +18,7 @@ import numpy as np
 
 from reshard.checksums import crc
 from reshard.checksums.crc import CrcRange
-from reshard.errors import StorageFullError, TargetError, VerificationError
+from reshard.errors import ReshardError, StorageFullError, TargetError, VerificationError
 from reshard.storage.durable import sync_folders
 from reshard.storage.files import Bytes, c_function
 from reshard.system.file_handles import Handles
@@ -268,7 +268,7 @@ class target_errors:  # noqa: N801  (a context manager that reads like a functio
         return None
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if not isinstance(error, OSError):
+        if not isinstance(error, OSError) or isinstance(error, ReshardError):
             return
         path = self._path / self._within
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

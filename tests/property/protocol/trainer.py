@@ -396,7 +396,7 @@ class Trainers:
         self._hook(patch, publisher, "claim_root", "checks the owner", private=alone)
         self._hook(patch, publisher.Publisher, "free_number", "chooses a folder", private=alone)
         self._hook(patch, Session, "_describe", "computes checksums", private=True)
-        self._hook(patch, Session, "_check", "checks the commit to resume from")
+        self._hook(patch, session, "check_commit", "checks the commit to resume from")
         self._hook(patch, publisher, "confirm_commit", "publishes the commit")
         self._hook(patch, attempts, "announce", "announces its attempt")
         self._hook(patch, attempts, "find_newest_attempt", "looks for newer attempts", blind=lambda: 0)

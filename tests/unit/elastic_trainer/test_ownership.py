@@ -1,5 +1,6 @@
 """The right to publish and remove below a checkpoint root: no API server, second saves, other owners."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from elastic_trainer.retention import find_commits, read_released
 from elastic_trainer.saving.refusals import RefusalCheck
 from elastic_trainer.session import Session
 from elastic_trainer.settings import from_env
+from reshard.commits import root_owner
 from reshard.commits.commit import read_commit
 from reshard.commits.root_owner import claim_root, read_owner
 from reshard.contract import COMMIT_FILE, MAX_RELEASED, OWNER_FILE, UNCONFIRMED_FILE, LeaseKey
-from reshard.errors import NotOwnerError
+from reshard.errors import NotOwnerError, StoreError
 
 UID, OTHER = "6f0e0a4e-0001", "9b1d3c55-0002"
 
@@ -393,9 +395,45 @@ def test_an_owner_file_that_cannot_be_read_refuses_everybody(tmp_path, content):
         claim_root(tmp_path, uid=UID, take_over=True)
 
 
-def test_of_two_first_claims_one_wins(tmp_path, monkeypatch):
-    from reshard.commits import root_owner
+def fail_to_read(path, max_bytes):
+    raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
+
+@pytest.mark.parametrize("publishes", [False, True])
+def test_an_owner_file_that_cannot_be_read_now_fails_the_save_and_not_the_job(tmp_path, monkeypatch, publishes):
+    session = make(tmp_path)
+    session.start()
+    save(session, 1)
+    session.after_step(step=2, samples=20, loss=1.0)
+
+    def write_and_fail(folder, tag):
+        write(folder, tag)
+        monkeypatch.setattr(root_owner, "read_file", fail_to_read)
+
+    if not publishes:
+        monkeypatch.setattr(root_owner, "read_file", fail_to_read)
+    with pytest.raises(StoreError, match=r"OWNER\.json.*Stale"):
+        session.save(write_and_fail)
+    monkeypatch.undo()
+    assert LeaseKey.OWNER_ERROR not in told(session)
+    assert steps(tmp_path) == [(1, 1)]
+
+
+def test_no_rank_waits_for_rank_0_that_cannot_reach_the_storage(tmp_path, monkeypatch):
+    session = make(tmp_path)
+    session.start()
+    sent = []
+    monkeypatch.setattr(root_owner, "read_file", fail_to_read)
+    monkeypatch.setattr(session._collective, "broadcast", lambda value: sent.append(value) or value)
+    with pytest.raises(StoreError, match="Stale"):
+        session.save(write)
+    peer = Session(from_env({"RANK": "1", "WORLD_SIZE": "2", "ETJ_TOPOLOGY": "dp=2"}), CutMailbox(tmp_path / "peer"))
+    monkeypatch.setattr(peer._collective, "broadcast", lambda value: sent[-1])
+    with pytest.raises(StoreError, match="rank 0"):
+        peer.save(write)
+
+
+def test_of_two_first_claims_one_wins(tmp_path, monkeypatch):
     create = root_owner._create
 
     def slow(path: Path, owner: root_owner.Owner) -> bool:

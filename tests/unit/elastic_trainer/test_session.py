@@ -1,16 +1,20 @@
 """The session in one process: commit protocol, restore, drain, retention. Its framework writes plain files."""
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 
+from elastic_trainer.file_shares import Finding
 from elastic_trainer.mailbox import FileMailbox
 from elastic_trainer.retention import find_commits, find_superseded
 from elastic_trainer.session import Session
 from elastic_trainer.settings import from_env
+from reshard.commits import commit as commits
 from reshard.commits.commit import check_files, read_commit
 from reshard.contract import CommitRef, LeaseKey
+from reshard.errors import StoreError
 
 
 def make_session(tmp_path, *, attempt=1, resume=None, keep=3, **env):
@@ -142,6 +146,47 @@ def test_a_damaged_commit_is_never_loaded_and_the_operator_hears_why(tmp_path, d
         second.restore(lambda folder: pytest.fail(f"loaded {folder}"))
     assert caught.value.code == 76
     assert told in mailbox(tmp_path, 2)[LeaseKey.RESUME_ERROR]
+
+
+def make_stale(folder, monkeypatch):
+    def fail(path):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(commits, "file_crc32", fail)
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        make_stale,
+        lambda folder, _: folder.parent.rename(folder.parents[2] / "away"),
+        lambda folder, _: folder.parents[1].rename(folder.parents[2] / "away"),
+    ],
+    ids=["stale", "no-attempt", "no-root"],
+)
+def test_a_storage_that_cannot_be_read_ends_the_attempt_and_costs_no_commit(tmp_path, monkeypatch, fail):
+    first = make_session(tmp_path)
+    first.start()
+    folder = run(first)
+    first.finish()
+    second = make_session(tmp_path, attempt=2, resume=folder)
+    second.start()
+    fail(folder, monkeypatch)
+    with pytest.raises(StoreError, match="step-00000001"):
+        second.restore(lambda folder: pytest.fail(f"loaded {folder}"))
+    assert LeaseKey.RESUME_ERROR not in mailbox(tmp_path, 2)
+
+
+@pytest.mark.parametrize(("others", "error"), [("read it", StoreError), ("miss it, too", SystemExit)])
+def test_a_commit_is_gone_only_if_no_rank_sees_it(tmp_path, monkeypatch, others, error):
+    (tmp_path / "ckpt" / "a1").mkdir(parents=True)
+    session = make_session(tmp_path, attempt=2, resume=tmp_path / "ckpt" / "a1" / "step-00000001")
+    session.start()
+    other = [Finding()] if others == "read it" else []
+    monkeypatch.setattr(session._collective, "gather", lambda value: [value, *other])
+    with pytest.raises(error):
+        session.restore(lambda folder: pytest.fail(f"loaded {folder}"))
+    assert (LeaseKey.RESUME_ERROR in mailbox(tmp_path, 2)) == (error is SystemExit)
 
 
 def test_a_commit_of_another_topology_is_refused_with_both_named(tmp_path):

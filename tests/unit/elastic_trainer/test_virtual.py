@@ -15,7 +15,7 @@ from elastic_trainer.settings import from_env
 from reshard.api import Conversion, reshard
 from reshard.commits.commit import Commit, CommittedFile, read_commit, source_of, write_commit
 from reshard.contract import MANIFEST_VERSIONS, LeaseKey, VirtualLoader
-from reshard.errors import TargetError, UnsupportedError
+from reshard.errors import StoreError, TargetError, UnsupportedError
 from reshard.topology import Topology
 from reshard.virtual.conversion import prepare
 
@@ -92,6 +92,18 @@ def test_a_damaged_source_ends_the_attempt_and_tells_the_operator(prepared, tmp_
     told = json.loads((tmp_path / "mailbox.json").read_text())[LeaseKey.RESUME_ERROR]
     assert ("the file itself states" if how == "flipped" else "removed or replaced") in told
     assert [path for path in scratch.rglob("*") if path.is_file()] == []
+
+
+def test_a_source_that_cannot_be_read_now_costs_no_commit(prepared, tmp_path, monkeypatch):
+    def fail(manifest):
+        raise StoreError("cannot be read: Input/output error")
+
+    monkeypatch.setattr(virtual, "check_source", fail)
+    session, _ = session_of(tmp_path, prepared[1])
+    session.start()
+    with pytest.raises(StoreError, match="Input/output"):
+        session.restore(lambda folder: pytest.fail(f"loaded {folder}"))
+    assert LeaseKey.RESUME_ERROR not in json.loads((tmp_path / "mailbox.json").read_text())
 
 
 def test_a_script_that_loads_later_does_not_offer_to_load_a_virtual_commit_and_refuses_one(prepared, tmp_path):

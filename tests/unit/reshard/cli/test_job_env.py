@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from reshard.cli.main import main
+from reshard.commits import root_owner
 from reshard.commits.commit import read_commit
 from reshard.commits.root_owner import claim_root, read_owner
 from reshard.contract import OWNER_FILE, Env, ExitCode
@@ -40,6 +42,17 @@ def test_a_conversion_claims_the_root_of_its_job_and_names_the_owner_in_the_comm
     assert owner is not None
     assert (owner.uid, owner.job) == (UID, "team/gpt")
     assert read_commit(root / "a1/step-start").owner == UID
+
+
+def fail_to_read(path: Path, max_bytes: int) -> bytes | None:
+    raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+
+def test_a_root_whose_owner_cannot_be_read_now_is_not_called_another_jobs(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(root_owner, "read_file", fail_to_read)
+    assert convert(root / "a1/step-start") == ExitCode.SOURCE_UNAVAILABLE
 
 
 def test_a_conversion_into_the_root_of_another_job_is_refused_with_a_code_of_its_own(

@@ -7,20 +7,21 @@ import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from reshard.checksums import self_checksum
 from reshard.cli.locate import find_newest
 from reshard.cli.main import main
-from reshard.commits import takeover
+from reshard.commits import root_owner, takeover
 from reshard.commits.commit import Commit, CommittedFile, read_commit, write_commit
 from reshard.commits.root_owner import claim_root, read_owner
 from reshard.commits.takeover import choose_commit, take_root_over
 from reshard.contract import COMMIT_FILE, OWNER_FILE, UNCONFIRMED_FILE, Env, ExitCode, ReshardReport
 from reshard.errors import CorruptSourceError, ReshardError, StoreError
 from reshard.topology import Topology
-from tests.unit.reshard.cli.test_job_env import OTHER, SOURCE, UID, root
+from tests.unit.reshard.cli.test_job_env import OTHER, SOURCE, UID, fail_to_read, root
 
 __all__ = ["root"]
 
@@ -150,6 +151,17 @@ def test_a_commit_that_cannot_be_reached_now_is_not_passed_over_and_nothing_is_r
     monkeypatch.undo()
     assert not list(taken.glob("TAKEOVER-*"))
     assert take_root_over(taken, uid=UID, job="team/gpt").commit == str(folders[-1].relative_to(taken))
+
+
+@pytest.mark.parametrize("module", [root_owner, takeover])
+def test_an_owner_or_a_choice_that_cannot_be_read_now_is_read_again(
+    taken: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType
+) -> None:
+    monkeypatch.setattr(module, "read_file", fail_to_read)
+    leave(taken, "a1/step-00000005", step=5)
+    code, report = resume(taken)
+    assert code == report.exit_code == ExitCode.SOURCE_UNAVAILABLE
+    assert "remove the file" not in report.message
 
 
 def take_over_code(root: Path) -> ExitCode:
