@@ -25,11 +25,12 @@ def test_a_plain_script_goes_on_from_its_newest_checkpoint(script, tmp_path):
         assert pods.finish() == pytest.approx({4: quiet[4]}, rel=2e-7)
 
 
+@pytest.mark.soak_only
 @pytest.mark.parametrize(
     ("script", "arguments", "topology"),
     [
         ("deepspeed_loop/elastic.py", (), Topology(dp=2, zero=2)),
-        pytest.param("fsdp2/elastic.py", ("--tp", "2"), Topology(tp=2, zero=3), marks=pytest.mark.soak_only),
+        ("fsdp2/elastic.py", ("--tp", "2"), Topology(tp=2, zero=3)),
     ],
 )
 def test_an_elastic_script_needs_no_variable(script, arguments, topology, tmp_path):

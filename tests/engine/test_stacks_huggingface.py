@@ -173,7 +173,8 @@ def test_accelerate_launch_over_two_pods_drains_and_resumes(stack, tmp_path):
     assert min(train(stack, "fsdp2", tmp_path, 2, **resume, **two_pods)) == last + 1
 
 
-@pytest.mark.parametrize("stack", some(SCRIPTS, every=2))
+@pytest.mark.soak_only
+@pytest.mark.parametrize("stack", SCRIPTS)
 def test_our_launcher_keeps_the_exit_codes(stack, tmp_path):
     box = tmp_path / "mailbox.json"
     with start(stack, "deepspeed", tmp_path, 1, ETJ_MAILBOX=str(box)) as pods:
