@@ -217,14 +217,25 @@ class _Tensors:
             return dataclasses.replace(inner, attributes=(args[1], args[3]))
         if target.module == "torch._utils":
             if target == _TENSOR and len(args) >= 6:
+                self._check_metadata(args[6:])
                 return self._tensor(*args[:5])
             if target == _NEWER_TENSOR and len(args) >= 7:
+                self._check_metadata(args[7:])
                 return self._tensor(self._typed(args[0], args[6]), *args[1:5])
             if target.name == "_rebuild_parameter" and args and isinstance(args[0], Tensor):
                 return dataclasses.replace(args[0], parameter=True, requires_grad=bool(args[1]))
             if target.name.startswith("_rebuild_"):
                 raise UnsupportedError(f"tensor kind {target.name} is not read", path=self.path)
         return machine.rebuild_containers(target, args)
+
+    def _check_metadata(self, more: tuple[Any, ...]) -> None:
+        """Refuse what torch writes behind the usual arguments: bits that say how values differ from the bytes."""
+        if more not in ((), (None,), ({},)):
+            raise UnsupportedError(
+                f"a tensor is saved with {abbreviate(more)}: its values are not its bytes (torch's conj or neg bit)",
+                path=self.path,
+                hint="call resolve_conj() and resolve_neg() on the tensor, and save again",
+            )
 
     def _typed(self, storage: Any, dtype: Any) -> Storage:
         """Convert a storage that was saved as bytes to the dtype of a tensor that views it."""
