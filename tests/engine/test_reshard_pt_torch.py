@@ -115,13 +115,25 @@ def test_rewritten_file_loads_equal(tmp_path):
         assert len({view.untyped_storage().data_ptr() for view in loaded["newer views"]}) == 1
 
 
-def test_a_storage_that_is_seen_in_two_types_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "first, second",
+    [("float8_e5m2", "uint16"), ("float8_e4m3fn", "uint8"), ("uint8", "float8_e4m3fn"), ("uint16", "uint8")],
+)
+def test_a_storage_that_is_seen_in_two_types_is_refused(first, second, tmp_path):
     import torch
 
     bits = torch.arange(16, dtype=torch.uint8)
-    torch.save([bits.view(torch.float8_e5m2), bits.view(torch.uint16)], tmp_path / "both.pt")
-    with pytest.raises(UnsupportedError, match="seen both as float8_e5m2 and as uint16"):
+    torch.save([bits.view(getattr(torch, name)) for name in (first, second)], tmp_path / "both.pt")
+    with pytest.raises(UnsupportedError, match=f"seen both as {first} and as {second}"):
         read(tmp_path / "both.pt")
+
+
+def test_a_tensor_that_ends_before_its_storage_of_bytes_is_not_called_damaged(tmp_path):
+    import torch
+
+    torch.save(torch.zeros(7, dtype=torch.uint8)[:6].view(torch.uint16), tmp_path / "odd.pt")
+    with pytest.raises(UnsupportedError, match="7 bytes"):
+        read(tmp_path / "odd.pt")
 
 
 @pytest.mark.parametrize("bit", ["conj", "neg"])

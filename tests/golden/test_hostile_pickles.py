@@ -249,10 +249,12 @@ REFUSED = {
                                     CorruptSourceError, "tensor of size"),
     "a tensor of too many elements": (
         START + tensor(b"(" + b"\x8a\x08" + (1 << 57).to_bytes(8, "little") + b"K\x04t", b"K\x00K\x00\x86") + b".",
-        CorruptSourceError, "tensor of size"),
+        UnsafePickleError, "elements are read"),
+    "a tensor of 65 dims": (
+        START + tensor(b"(" + b"K\x01" * 65 + b"t", b"(" + b"K\x01" * 65 + b"t") + b".", UnsafePickleError, "65 dims"),
     "an empty tensor with a size of 2^62": (
         START + tensor(b"(K\x00\x8a\x08" + (1 << 62).to_bytes(8, "little") + b"t", b"K\x00K\x00\x86") + b".",
-        CorruptSourceError, "tensor of size"),
+        UnsafePickleError, "elements are read"),
     "a storage of another length": (START + storage(count=b"K\x11") + b".", CorruptSourceError, "an entry of 64 bytes"),
     "a storage that is not there": (START + storage(key=text("../../x")) + b".", CorruptSourceError, "has no entry"),
 }  # fmt: skip
