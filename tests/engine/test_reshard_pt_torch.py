@@ -11,10 +11,12 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from reshard.errors import UnsupportedError
+from reshard.errors import UnsupportedError, VerificationError
 from reshard.formats.pt.objects import UNTYPED_DTYPES
 from reshard.formats.pt.reader import read
 from reshard.formats.pt.writer import lay_out_pt
+from reshard.witness import pickles
+from reshard.witness.archives import Archive
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(find_spec("torch") is None, reason="needs torch: make setup")]
 
@@ -113,13 +115,41 @@ def test_rewritten_file_loads_equal(tmp_path):
         assert len({view.untyped_storage().data_ptr() for view in loaded["newer views"]}) == 1
 
 
-def test_a_storage_that_is_seen_in_two_types_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "first, second",
+    [("float8_e5m2", "uint16"), ("float8_e4m3fn", "uint8"), ("uint8", "float8_e4m3fn"), ("uint16", "uint8")],
+)
+def test_a_storage_that_is_seen_in_two_types_is_refused(first, second, tmp_path):
     import torch
 
     bits = torch.arange(16, dtype=torch.uint8)
-    torch.save([bits.view(torch.float8_e5m2), bits.view(torch.uint16)], tmp_path / "both.pt")
-    with pytest.raises(UnsupportedError, match="seen both as float8_e5m2 and as uint16"):
+    torch.save([bits.view(getattr(torch, name)) for name in (first, second)], tmp_path / "both.pt")
+    with pytest.raises(UnsupportedError, match=f"seen both as {first} and as {second}"):
         read(tmp_path / "both.pt")
+
+
+def test_a_tensor_that_ends_before_its_storage_of_bytes_is_not_called_damaged(tmp_path):
+    import torch
+
+    torch.save(torch.zeros(7, dtype=torch.uint8)[:6].view(torch.uint16), tmp_path / "odd.pt")
+    with pytest.raises(UnsupportedError, match="7 bytes"):
+        read(tmp_path / "odd.pt")
+
+
+@pytest.mark.parametrize("bit", ["conj", "neg"])
+def test_a_tensor_whose_values_are_not_its_bytes_is_refused_by_the_reader_and_by_the_witness(bit, tmp_path):
+    import torch
+
+    conjugated = torch.complex(torch.ones(3), torch.arange(1.0, 4)).conj()
+    lazy = conjugated if bit == "conj" else conjugated.imag
+    torch.save({"w": lazy}, tmp_path / "lazy.pt")
+    torch.save({"w": lazy.resolve_conj().resolve_neg()}, tmp_path / "physical.pt")
+    read(tmp_path / "physical.pt")
+    with pytest.raises(UnsupportedError, match=rf"resolve_{bit}\(\)"):
+        read(tmp_path / "lazy.pt")
+    pickles.load(Archive(tmp_path / "physical.pt").pickle)
+    with pytest.raises(VerificationError, match=f"are not its bytes.*{bit}"):
+        pickles.load(Archive(tmp_path / "lazy.pt").pickle)
 
 
 def test_plain_tensors_load_with_weights_only(tmp_path):

@@ -32,8 +32,17 @@ def storage(kind=b"ctorch\nFloatStorage\n", key=KEY, location=CPU, count=b"K\x10
     return b"(" + text("storage") + kind + key + location + count + b"tQ"
 
 
-def tensor(size: bytes, stride: bytes, offset: bytes = b"K\x00") -> bytes:
-    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage() + offset + size + stride + b"\x89}tR"
+def tensor(size: bytes, stride: bytes, offset: bytes = b"K\x00", more: bytes = b"") -> bytes:
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage() + offset + size + stride + b"\x89}" + more + b"tR"
+
+
+def newer_tensor(more: bytes) -> bytes:
+    """A tensor of a type without a class of storages."""
+    arguments = storage(kind=b"ctorch\nUntypedStorage\n", count=b"K\x40") + b"K\x00K\x02\x85K\x01\x85\x89}"
+    return b"ctorch._utils\n_rebuild_tensor_v3\n(" + arguments + b"ctorch\nuint16\n" + more + b"tR"
+
+
+NEGATIVE = b"}" + text("neg") + b"\x88s"
 
 
 def with_attributes(state: bytes) -> bytes:
@@ -142,6 +151,8 @@ HARMLESS = {
     "numbers of many parameters, some of which have no state": with_gaps(100_000),
     "attributes of an ordered dict": START + ORDERED + b"}" + text("_metadata") + b"}sb.",
     "attributes of a tensor": START + with_attributes(b"}" + text("tensor_model_parallel") + b"\x88s") + b".",
+    "a tensor with metadata that say nothing": START + tensor(b"K\x02\x85", b"K\x01\x85", more=b"}") + b".",
+    "a newer tensor with metadata that say nothing": START + newer_tensor(b"}") + b".",
     "a tensor of a class and no attributes": START + with_attributes(b"N") + b".",
     "shared, but not much": START + b"N\x85" + b"2\x86" * 15 + b".",
 }
@@ -224,6 +235,12 @@ REFUSED = {
         START + with_attributes(b"K\x01") + b".", UnsafePickleError, "a state that nobody writes"),
     "an instance by INST": (START + b"(ios\nsystem\n.", UnsafePickleError, "opcode b'i'"),
     "an extension code": (START + b"\x82\x01.", UnsafePickleError, "opcode"),
+    "a tensor whose values are the negative of its bytes": (
+        START + tensor(b"K\x02\x85", b"K\x01\x85", more=NEGATIVE) + b".", UnsupportedError, r"resolve_neg\(\)"),
+    "a newer tensor whose values are the negative of its bytes": (
+        START + newer_tensor(NEGATIVE) + b".", UnsupportedError, r"resolve_neg\(\)"),
+    "a tensor with an argument of a later version": (
+        START + tensor(b"K\x02\x85", b"K\x01\x85", more=b"}N") + b".", UnsupportedError, "values are not its bytes"),
     "a tensor outside of its storage": (START + tensor(b"K\x11\x85", b"K\x01\x85") + b".", CorruptSourceError,
                                         "reaches element 16 of a storage of 16"),
     "a tensor far outside": (START + tensor(b"K\x02\x85", b"J\xff\xff\xff\x7f\x85") + b".", CorruptSourceError,
@@ -232,10 +249,12 @@ REFUSED = {
                                     CorruptSourceError, "tensor of size"),
     "a tensor of too many elements": (
         START + tensor(b"(" + b"\x8a\x08" + (1 << 57).to_bytes(8, "little") + b"K\x04t", b"K\x00K\x00\x86") + b".",
-        CorruptSourceError, "tensor of size"),
+        UnsafePickleError, "elements are read"),
+    "a tensor of 65 dims": (
+        START + tensor(b"(" + b"K\x01" * 65 + b"t", b"(" + b"K\x01" * 65 + b"t") + b".", UnsafePickleError, "65 dims"),
     "an empty tensor with a size of 2^62": (
         START + tensor(b"(K\x00\x8a\x08" + (1 << 62).to_bytes(8, "little") + b"t", b"K\x00K\x00\x86") + b".",
-        CorruptSourceError, "tensor of size"),
+        UnsafePickleError, "elements are read"),
     "a storage of another length": (START + storage(count=b"K\x11") + b".", CorruptSourceError, "an entry of 64 bytes"),
     "a storage that is not there": (START + storage(key=text("../../x")) + b".", CorruptSourceError, "has no entry"),
 }  # fmt: skip

@@ -14,6 +14,8 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from reshard.errors import VerificationError
+
 DTYPES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -96,16 +98,20 @@ def _size(*args: Any) -> tuple[int, ...]:
     return tuple(args[0]) if args else ()
 
 
-def _tensor(storage: StorageId, offset: int, size: Sequence[int], stride: Sequence[int], *more: Any) -> StoredTensor:
-    dtype = next((item for item in more if isinstance(item, str) and item in ITEM_BYTES), storage.dtype)
-    return StoredTensor(storage, offset, tuple(size), tuple(stride), dtype)
+def _tensor(  # noqa: PLR0917  (the order of torch's arguments)
+    storage: StorageId, offset: int, size: Sequence[int], stride: Sequence[int], grad: Any = None, hooks: Any = None,
+    metadata: Any = None,
+) -> StoredTensor:  # fmt: skip
+    return _tensor_v3(storage, offset, size, stride, grad, hooks, storage.dtype, metadata)
 
 
 def _tensor_v3(  # noqa: PLR0917  (the order of torch's arguments)
     storage: StorageId, offset: int, size: Sequence[int], stride: Sequence[int], grad: Any, hooks: Any, dtype: str,
-    *_more: Any,
+    metadata: Any = None,
 ) -> StoredTensor:  # fmt: skip
     """Return a tensor of a type without a class of storages; its storage counts bytes."""
+    if metadata:
+        raise VerificationError(f"a witness cannot read it: values of a tensor are not its bytes ({metadata!r:.80})")
     return StoredTensor(storage, offset, tuple(size), tuple(stride), dtype)
 
 

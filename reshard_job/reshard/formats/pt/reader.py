@@ -6,11 +6,12 @@ import dataclasses
 import math
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from reshard.errors import CorruptSourceError, UnsafePickleError, UnsupportedError, make_read_error
 from reshard.formats.pt import machine
 from reshard.formats.pt.archive import Entry, read_directory
+from reshard.formats.pt.extent import LimitError
 from reshard.formats.pt.objects import (
     ITEM_BYTES,
     STORAGE_DTYPES,
@@ -168,7 +169,7 @@ class _Tensors:
         self.entries = entries
         self.path = path
         self.storages: dict[str, Storage] = {}
-        self._keys: dict[Storage, str] = {}
+        self._keys: dict[Storage, str] = {}  # of storages that were saved as bytes, whatever their tensors are
 
     def persistent_load(self, identifier: Any) -> Storage:
         """Return the storage of a persistent id: `('storage', class, key, location, number of elements)`."""
@@ -186,7 +187,7 @@ class _Tensors:
         if key in self.storages:
             known = self.storages[key]
             if known.dtype != dtype and not (untyped and known.dtype in UNTYPED_DTYPES):
-                raise CorruptSourceError(f"storage {key!r:.80} is of two types", path=self.path)
+                self._refuse_types(known.dtype, dtype)
             return known
         entry = self.entries.get(f"data/{key}")
         if entry is None:
@@ -203,7 +204,8 @@ class _Tensors:
             file_offset=entry.offset,
             crc32=entry.crc32,
         )
-        self._keys[self.storages[key]] = key
+        if untyped:
+            self._keys[self.storages[key]] = key
         return self.storages[key]
 
     def rebuild(self, target: Global, args: tuple[Any, ...]) -> Any:
@@ -217,14 +219,32 @@ class _Tensors:
             return dataclasses.replace(inner, attributes=(args[1], args[3]))
         if target.module == "torch._utils":
             if target == _TENSOR and len(args) >= 6:
+                self._check_metadata(args[6:])
                 return self._tensor(*args[:5])
             if target == _NEWER_TENSOR and len(args) >= 7:
+                self._check_metadata(args[7:])
                 return self._tensor(self._typed(args[0], args[6]), *args[1:5])
             if target.name == "_rebuild_parameter" and args and isinstance(args[0], Tensor):
                 return dataclasses.replace(args[0], parameter=True, requires_grad=bool(args[1]))
             if target.name.startswith("_rebuild_"):
                 raise UnsupportedError(f"tensor kind {target.name} is not read", path=self.path)
         return machine.rebuild_containers(target, args)
+
+    def _refuse_types(self, first: str, second: str) -> NoReturn:
+        raise UnsupportedError(
+            f"a storage is seen both as {first} and as {second}",
+            path=self.path,
+            hint="save a copy: clone() one of the tensors that share memory",
+        )
+
+    def _check_metadata(self, more: tuple[Any, ...]) -> None:
+        """Refuse what torch writes behind the usual arguments: bits that say how values differ from the bytes."""
+        if more not in ((), (None,), ({},)):
+            raise UnsupportedError(
+                f"a tensor is saved with {abbreviate(more)}: its values are not its bytes (torch's conj or neg bit)",
+                path=self.path,
+                hint="call resolve_conj() and resolve_neg() on the tensor, and save again",
+            )
 
     def _typed(self, storage: Any, dtype: Any) -> Storage:
         """Convert a storage that was saved as bytes to the dtype of a tensor that views it."""
@@ -236,10 +256,10 @@ class _Tensors:
         if storage.dtype == name:
             return storage
         if storage.dtype != "uint8" or storage not in self._keys:
-            raise UnsupportedError(f"a storage is seen both as {storage.dtype} and as {name}", path=self.path)
+            self._refuse_types(storage.dtype, name)
         count, rest = divmod(storage.num_bytes, ITEM_BYTES[name])
         if rest:
-            raise CorruptSourceError(f"a storage of {storage.num_bytes} bytes is none of {name}", path=self.path)
+            self._refuse_types(f"{storage.num_bytes} bytes", name)
         key = self._keys.pop(storage)
         typed = dataclasses.replace(storage, dtype=name, num_elements=count)
         self.storages[key] = typed
@@ -251,25 +271,24 @@ class _Tensors:
             raise ValueError("a tensor without a storage")
         if not isinstance(size, tuple) or not isinstance(stride, tuple) or len(size) != len(stride):
             raise ValueError(f"a tensor of size {abbreviate(size)} and stride {abbreviate(stride)}")
-        numbers = (offset, *size, *stride)
-        if len(size) > machine.MAX_DIMS or not all(
-            type(number) is int and 0 <= number < _MAX_SIZE for number in numbers
-        ):
+        if not all(type(number) is int and number >= 0 for number in (offset, *size, *stride)):
             raise ValueError(
                 f"a tensor of size {abbreviate(size)}, stride {abbreviate(stride)} and offset {abbreviate(offset)}"
-            )
-        if math.prod(max(1, length) for length in size) >= _MAX_SIZE:
-            raise ValueError(f"a tensor of size {abbreviate(size)}")
-        if math.prod(size) > _MAX_REPEATED + _MAX_REPEATS * storage.num_elements:
-            raise UnsupportedError(
-                f"a tensor of size {abbreviate(size)} repeats a storage of {storage.num_elements} elements",
-                path=self.path,
-                hint="save what it repeats, or a contiguous copy",
             )
         last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         if 0 not in size and last >= storage.num_elements:
             raise CorruptSourceError(
                 f"a tensor reaches element {last} of a storage of {storage.num_elements}", path=self.path
+            )
+        if len(size) > machine.MAX_DIMS:
+            raise LimitError(f"a tensor of {len(size)} dims: at most {machine.MAX_DIMS} are read")
+        if max(offset, *stride, math.prod(max(1, length) for length in size)) >= _MAX_SIZE:
+            raise LimitError(f"a tensor of size {abbreviate(size)}: at most {_MAX_SIZE} elements are read")
+        if math.prod(size) > _MAX_REPEATED + _MAX_REPEATS * storage.num_elements:
+            raise UnsupportedError(
+                f"a tensor of size {abbreviate(size)} repeats a storage of {storage.num_elements} elements",
+                path=self.path,
+                hint="save what it repeats, or a contiguous copy",
             )
         return Tensor(
             storage=storage,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import sys
+from _compat_pickle import IMPORT_MAPPING
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -16,53 +18,31 @@ from reshard.errors import UnsafePickleError, UsageError
 from reshard.formats.pt.known_globals import KNOWN, is_permitted
 from reshard.formats.pt.objects import WITH_ATTRIBUTES, Global, Inert, StatefulDict, Tensor
 
-_NEVER = frozenset(
-    [
-        "_pickle",
-        "_posixsubprocess",
-        "asyncio",
-        "code",
-        "codeop",
-        "commands",
-        "copy_reg",
-        "copyreg",
-        "ctypes",
-        "dill",
-        "cloudpickle",
-        "functools",
-        "gc",
-        "importlib",
-        "inspect",
-        "marshal",
-        "multiprocessing",
-        "nt",
-        "operator",
-        "os",
-        "pdb",
-        "pickle",
-        "pip",
-        "pkgutil",
-        "platform",
-        "posix",
-        "pty",
-        "pydoc",
-        "runpy",
-        "shutil",
-        "site",
-        "socket",
-        "subprocess",
-        "sys",
-        "tempfile",
-        "threading",
-        "timeit",
-        "urllib",
-        "webbrowser",
-        "zipimport",
-    ]
+_GUARDED = frozenset(
+    (
+        *sys.stdlib_module_names,
+        *IMPORT_MAPPING,  # names of Python 2, which a loader of protocol 2 replaces
+        *["annotationlib", "distutils", "imp", "lib2to3", "mailcap", "pipes"],  # of other versions of Python
+        *["cloudpickle", "dill", "joblib", "numpy", "pip", "pkg_resources", "setuptools", "six", "torch"],
+    )
 )
-"""Modules from which no name can be allowed: their functions run code that the file chooses."""
+"""Packages with functions that load or run what the file says: of these, only classes in `_DATA` can be allowed."""
 
-_BUILTINS = frozenset(("builtins", "__builtin__"))
+_DATA = re.compile(
+    r"(collections|datetime|decimal|enum|fractions|ipaddress|pathlib|random|uuid|zoneinfo"
+    r"|torch\.(amp|cuda\.amp|nn|optim|distributed\.fsdp))(\.\w+)*\.[A-Z]\w*|logging\.getLogger",
+    re.ASCII,
+)
+_REACHED = frozenset(("builtins", "importlib", "os", "pickle", "six", "subprocess", "sys"))
+"""Modules that other modules hold as attributes: `six.moves.builtins`."""
+
+_ATTACK = re.compile(
+    r"(os|posix|nt)\.(system|popen|startfile|(exec|fork|posix_spawn|spawn)\w*)|pty\.spawn|runpy\.\w+"
+    r"|(builtins|__builtin__)\.(eval|exec|execfile|compile|__import__)|(subprocess|commands)\.([a-z]\w*|Popen)"
+)
+"""Names that run code or commands, which no training has a reason to save."""
+
+_GETATTR = (Global("builtins", "getattr"), Global("__builtin__", "getattr"))
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 _MAX_LISTED = 20
 _WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
@@ -134,10 +114,9 @@ def check_names(names: Iterable[str]) -> frozenset[str]:
                 f"--allow-global {name!a:.200}: expected the full name of one global, as my_package.state.Progress",
                 hint="reshard inspect lists the names that a checkpoint holds and that are refused",
             )
-        if _is_dangerous(Global(*name.rsplit(".", 1))):
+        if _is_dangerous(found := Global(*name.rsplit(".", 1))):
             raise UsageError(
-                f"--allow-global {name:.200}: runs what the file says, and is never allowed",
-                hint="do not load the checkpoint with anything",
+                f"--allow-global {name:.200}: can run what the file says, and is never allowed", hint=_hint([found])
             )
     return checked
 
@@ -207,8 +186,10 @@ def _is_permitted(made: Inert) -> bool:
 
 
 def _is_dangerous(name: Global) -> bool:
-    root = name.module.partition(".")[0]
-    return root in _NEVER or (root in _BUILTINS and name not in KNOWN)
+    root, *inner = name.module.split(".")
+    is_guarded = root in _GUARDED or (root.startswith("_") and not root.startswith("__"))
+    is_reached = not _REACHED.isdisjoint(inner)
+    return name not in KNOWN and (is_reached or (is_guarded and not _DATA.fullmatch(str(name))))
 
 
 def _can_allow(names: Iterable[Global]) -> bool:
@@ -222,12 +203,14 @@ def _to_printable(name: str | int | Global) -> str:
 
 
 def _hint(names: list[Global]) -> str:
-    if any(_is_dangerous(name) for name in names):
+    if any(_ATTACK.fullmatch(str(name)) for name in names):
         return "do not load this file with anything: it was made to run code"
+    if never := [_to_printable(name) for name in names if _is_dangerous(name) and name not in _GETATTR]:
+        return f"{never[0]} can run code and is never allowed: convert the object to plain data before it is saved"
     if not _can_allow(names):
         return (
-            "save the checkpoint again without objects of classes that are defined inside of others, or whose names are"
-            " not ASCII"
+            "save the checkpoint again without methods, and without objects of classes that are defined inside of"
+            " others, or whose names are not ASCII"
         )
     some = " ".join(f"--allow-global {_to_printable(name)}" for name in names[:3])
     return (

@@ -120,10 +120,11 @@ def parse(text: bytes, file_bytes: int, path: str) -> Header:
 
     Raises:
         CorruptSourceError: lists the tensors that are described wrongly.
-        UnsupportedError: lists the tensors whose dtype is not supported.
+        UnsupportedError: lists the tensors whose dtype or form is not supported.
     """
     value = _parse_json(text, path)
-    metadata = value.pop(METADATA, {})
+    metadata = value.pop(METADATA, None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(item, str) for item in metadata.values()):
         raise CorruptSourceError(f"its {METADATA} is not a map from text to text", path=path, hint=_HINT)
     data_start = PREFIX_BYTES + len(text)
@@ -134,8 +135,8 @@ def parse(text: bytes, file_bytes: int, path: str) -> Header:
         problem = _find_problem(described, file_bytes - data_start)
         if problem is not None:
             problems.append(f"tensor {name!r}: {problem}")
-        elif described["dtype"] not in DTYPES:
-            unknown.append(f"tensor {name!r} is of type {described['dtype']}")
+        elif strange := _find_unknown(described):
+            unknown.append(f"tensor {name!r} {strange}")
         else:
             start, end = described["data_offsets"]
             dtype = DTYPES[described["dtype"]]
@@ -215,20 +216,27 @@ def _parse_json(text: bytes, path: str) -> dict[str, Any]:
 
 def _find_problem(described: Any, data_bytes: int) -> str | None:
     """Return what is wrong with the description of a tensor, or None; the dtype is not looked up."""
-    if not isinstance(described, dict) or described.keys() != _KEYS:
+    if not isinstance(described, dict) or not described.keys() >= _KEYS:
         return f"expected {', '.join(sorted(_KEYS))}, found {str(described)[:80]}"
     shape, offsets = described["shape"], described["data_offsets"]
     if not isinstance(described["dtype"], str):
         return f"dtype {str(described['dtype'])[:80]} is not text"
     if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in shape):
         return f"shape {str(shape)[:80]} is not a list of sizes"
-    if len(shape) > _MAX_NDIM:
-        return f"has {len(shape)} dims, at most {_MAX_NDIM} are known"
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(at) is int for at in offsets):
         return f"data_offsets {str(offsets)[:80]} are not two positions"
     if not 0 <= offsets[0] <= offsets[1] <= data_bytes:
         return f"data_offsets {offsets} lie outside of the {data_bytes} bytes behind the header: truncated"
     return None
+
+
+def _find_unknown(described: dict[str, Any]) -> str | None:
+    """Return what is not converted of a description without a problem, or None."""
+    if more := sorted(described.keys() - _KEYS):
+        return f"has unknown fields: {', '.join(more)[:80]}"
+    if (num_dims := len(described["shape"])) > _MAX_NDIM:
+        return f"has {num_dims} dims, at most {_MAX_NDIM} are known"
+    return None if described["dtype"] in DTYPES else f"is of type {described['dtype']}"
 
 
 def _find_size_problem(entry: Entry) -> str | None:
@@ -253,8 +261,8 @@ def _find_cover_problems(entries: Sequence[Entry], data_bytes: int) -> list[str]
 def _raise_unknown(unknown: Sequence[str], path: str) -> None:
     if unknown:
         raise UnsupportedError(
-            f"{len(unknown)} tensors are of types that are not converted",
+            f"{len(unknown)} tensors are of types or forms that are not converted",
             path=path,
             problems=unknown[:20],
-            hint=f"known are {', '.join(DTYPES)}",
+            hint=f"known types are {', '.join(DTYPES)}",
         )

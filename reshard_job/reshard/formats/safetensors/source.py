@@ -194,13 +194,18 @@ def _check_bytes(index_path: Path, files: Sequence[WeightFile], stated_bytes: in
 
 
 def _check_names(folder: Path, files: Sequence[WeightFile], weight_map: Mapping[str, str] | None) -> None:
-    """Check that every tensor is in one file, the one that the index names."""
+    """Check that every tensor is in one file, the one that the index names.
+
+    Without an index, files that are not of one series can each be sound: `model.fp16.safetensors` beside the model.
+    """
     holders: dict[str, str] = {}
     problems = []
+    contradict = weight_map is not None
     for file in files:
         for entry in file.header.entries:
             if entry.name in holders:
                 problems.append(f"tensor {entry.name!r} is in {holders[entry.name]} and in {file.name}")
+                contradict |= _find_series(holders[entry.name]) == _find_series(file.name)
             elif weight_map is not None and weight_map.get(entry.name) != file.name:
                 stated = weight_map.get(entry.name, "no file")
                 problems.append(f"tensor {entry.name!r} is in {file.name}, the index names {stated}")
@@ -212,9 +217,16 @@ def _check_names(folder: Path, files: Sequence[WeightFile], weight_map: Mapping[
             if name not in holders
         ]
     if problems:
-        raise CorruptSourceError(
-            f"its files contradict each other about {len(problems)} tensors",
+        what = "its files contradict each other about" if contradict else "several of its files hold"
+        raise (CorruptSourceError if contradict else UnsupportedError)(
+            f"{what} {len(problems)} tensors",
             path=str(folder),
             problems=problems[:20],
-            hint="two saves are mixed in one folder, or the folder holds more than one model",
+            hint="two saves are mixed in one folder, or the folder holds more than one model: keep each in its own",
         )
+
+
+def _find_series(name: str) -> tuple[str, str]:
+    """Return what the names of the files of one save have in common."""
+    match = _SERIES.match(name)
+    return (match["stem"], match["count"]) if match else (name, "")

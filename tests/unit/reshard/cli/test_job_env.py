@@ -88,7 +88,7 @@ def test_a_name_that_runs_code_is_refused_in_the_words_of_the_spec(
 ) -> None:
     assert convert(root / "a1/step-1", "--allow-global", "os.system") == ExitCode.USAGE
     report = json.loads((root.parent / "report.json").read_text())
-    assert report["message"].startswith("spec.checkpoint.allowedGlobals os.system: runs what the file says")
+    assert report["message"].startswith("spec.checkpoint.allowedGlobals os.system: can run what the file says")
     assert "spec.checkpoint.allowedGlobals os.system" in capfd.readouterr().err
 
 

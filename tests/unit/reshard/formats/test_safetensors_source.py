@@ -85,7 +85,6 @@ def test_padding_behind_the_header_is_read(tmp_path):
         (entries(a=("F32", [-2, -3], [0, 24])), {}, "shape [-2, -3] is not a list of sizes"),
         (entries(a=("F32", [True, 6], [0, 24])), {}, "is not a list of sizes"),
         (entries(a=("F32", [2**63, 0], [0, 24])), {}, "is not a list of sizes"),
-        (entries(a=("F32", [1] * 65, [0, 24])), {}, "has 65 dims, at most 64 are known"),
         (entries(a=("F32", [2**32, 2**32], [0, 24])), {}, "takes 73786976294838206464 bytes, it has 24"),
         (entries(a=(["F32"], [2, 3], [0, 24])), {}, "dtype ['F32'] is not text"),
         (entries(b=("BF16", [], [23, 25])), {}, "tensor 'b' begins at byte 23, expected 24: overlaps its neighbour"),
@@ -141,6 +140,27 @@ def test_whatever_happens_to_its_bytes_a_header_is_understood_or_refused(tmp_pat
     start = 8 + int.from_bytes(content[:8], "little")
     assert sum(tensor.num_bytes for tensor in index.tensors) == len(content) - start
     assert ((index.shards.byte_offset >= start) & (index.shards.byte_offset < len(content))).all()
+
+
+def test_a_header_without_metadata_may_say_so(tmp_path):
+    write(tmp_path / "model.safetensors", {"__metadata__": None, **entries()})
+    assert FORMAT.read(tmp_path, None).extra.metadata == {}
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"shape": [2, 3] + [1] * 63}, "tensor 'a' has 65 dims, at most 64 are known"),
+        ({"more": 1}, "tensor 'a' has unknown fields: more"),
+    ],
+)
+def test_what_safetensors_reads_is_not_called_damaged(tmp_path, changed, found):
+    header = entries()
+    header["a"] |= changed
+    write(tmp_path / "model.safetensors", header)
+    error = error_of(tmp_path)
+    assert isinstance(error, UnsupportedError)
+    assert error.problems == (found,)
 
 
 def test_types_that_are_not_converted_are_refused_with_all_their_tensors(tmp_path):
@@ -233,10 +253,20 @@ def test_two_checkpoints_in_one_folder_are_refused_with_both_names(tmp_path):
     assert "holds 2 checkpoints: model.safetensors.index.json, other.safetensors.index.json" in str(error_of(tmp_path))
 
 
-def test_a_tensor_in_two_files_is_refused_with_both(tmp_path):
-    write(tmp_path / "one.safetensors", entries())
-    write(tmp_path / "two.safetensors", entries(a=None, b=("BF16", [], [0, 2])), 2)
-    assert "tensor 'b' is in one.safetensors and in two.safetensors" in str(error_of(tmp_path))
+@pytest.mark.parametrize(
+    ("first", "second", "kind"),
+    [
+        ("model.fp16.safetensors", "model.safetensors", UnsupportedError),
+        ("consolidated.safetensors", "model.safetensors", UnsupportedError),
+        (FIRST, SECOND, CorruptSourceError),
+    ],
+)
+def test_a_tensor_in_two_files_is_refused_with_both(tmp_path, first, second, kind):
+    write(tmp_path / first, entries())
+    write(tmp_path / second, entries(a=None, b=("BF16", [], [0, 2])), 2)
+    error = error_of(tmp_path)
+    assert type(error) is kind
+    assert f"tensor 'b' is in {first} and in {second}" in str(error)
 
 
 def test_a_link_is_refused_and_not_followed(tmp_path):
