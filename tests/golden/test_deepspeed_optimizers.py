@@ -60,6 +60,22 @@ def test_a_state_that_may_depend_on_the_partition_is_noted_where_partitions_chan
     assert not find(index.topology)
 
 
+def test_a_number_beside_the_step_is_a_state_that_may_depend_on_the_partition(tmp_path: Path) -> None:
+    """Adafactor of transformers keeps `exp_avg_sq` for a partition, and rows and columns for a matrix."""
+    index = index_of(change_states(tmp_path / STEP, lambda _rank, states: states.update(RMS=0.5)))
+    notes = plan_of(index, Topology(dp=2, zero=1)).layout.notes
+    assert [note for note in notes if note.startswith("RMS: states of an optimizer that may compute over whole")]
+    with pytest.raises(UnsupportedError, match="RMS: the source has this state for a flat partition"):
+        plan_of(index, Topology(dp=1, zero=0))
+
+
+@pytest.mark.parametrize("numbers", [{"mu_product": 0.5}, {"eta": 0.5, "mu": 1.0}])
+def test_numbers_that_follow_from_the_step_are_no_such_state(tmp_path: Path, numbers: dict[str, float]) -> None:
+    index = index_of(change_states(tmp_path / STEP, lambda _rank, states: states.update(numbers)))
+    assert not [note for note in plan_of(index, Topology(dp=2, zero=1)).layout.notes if "whole tensors" in note]
+    plan_of(index, Topology(dp=1, zero=0))
+
+
 def test_a_state_of_each_partition_is_not_called_a_mix_of_two_saves(tmp_path):
     """Adafactor of transformers keeps the root mean square of the tensor that it sees, which is a partition."""
     source = change_states(tmp_path / "own" / STEP, lambda rank, states: states.update(RMS=0.5 + rank))
