@@ -17,8 +17,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from reshard.contract import LeaseKey
-from reshard.errors import ReshardError, UnsafePickleError, UnsupportedError
+from reshard.contract import COMMIT_FILE, LeaseKey
+from reshard.errors import NotACheckpointError, ReshardError, UnsafePickleError, UnsupportedError
 from reshard.system.children import bind_to_parent
 from reshard.system.limits import free_memory_bytes
 
@@ -53,13 +53,17 @@ class RefusalCheck:
 
     def _run(self, folder: Path) -> None:
         paths = os.pathsep.join(path for path in sys.path if path and isinstance(path, str))
-        done = subprocess.run(
-            [sys.executable or "", "-P", "-c", _COMMAND, str(folder), str(os.getpid())],
-            env={**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable or "", "-P", "-c", _COMMAND, str(folder), str(os.getpid())],
+                env={**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                check=False,
+            )
+        except OSError as error:
+            _log.warning("whether reshard converts %s is not known: its reader cannot be started: %s", folder, error)
+            return
         if done.returncode:
             _log.info("whether reshard converts %s is not known: its reader ended with %d", folder, done.returncode)
             return
@@ -98,27 +102,44 @@ def find_refusals(folder: Path) -> tuple[str, list[str]]:
     Raises:
         ReshardError: the checkpoint cannot be read.
     """
-    from reshard.api import index_of, plan_of  # only the process of its own needs them
-    from reshard.formats.pt.trust import trusting
+    from reshard.formats.pt.trust import trusting  # only the process of its own needs it
 
     refused: list[UnsafePickleError] = []
-    others: list[ReshardError] = []
     with trusting((), refused):
-        try:
-            index = index_of(folder)
-            plan_of(index, index.topology, num_threads=1)  # it reads the objects that a conversion copies
-        except UnsafePickleError as unsafe:  # what cannot be written has been refused where it was read
-            refused += [] if refused else [unsafe]
-        except UnsupportedError as unsupported:
-            others.append(unsupported)
+        others = _find_reason(folder)
+    names = sorted({name for error in refused for name in error.to_allow})
+    if refused and all(error.to_allow for error in refused):
+        with trusting(names):
+            others = _find_reason(folder)  # without them, nothing is read behind the first that cannot be written
+    else:
+        names = []
     texts = []
     seen: set[str] = set()  # ranks save the same objects, so one place of each is enough
-    for error in refused:
-        places = [problem for problem in error.problems or (error.message,) if problem not in seen]
+    for error in (*refused, *others):
+        is_unsafe = isinstance(error, UnsafePickleError)
+        places = [place for place in (is_unsafe and error.problems) or (error.message,) if place not in seen]
         seen.update(places)
-        texts += [f"{(error.path or '').removeprefix(f'{folder}/')}: {', '.join(places)}"] if places else []
-    texts += [error.message for error in others]
-    can_allow = not others and all(error.to_allow for error in refused)
-    names = sorted({name for error in refused for name in error.to_allow}) if can_allow else []
-    names = names if sum(map(len, names)) <= _NAMES_CHARACTERS else []
+        where = f"{error.path.removeprefix(f'{folder}/')}: " if is_unsafe and error.path else ""
+        texts += [where + ", ".join(places)] if places else []
+    names = [] if others or sum(map(len, names)) > _NAMES_CHARACTERS else names
     return "; ".join(texts)[:_MESSAGE_CHARACTERS], names
+
+
+def _find_reason(folder: Path) -> list[ReshardError]:
+    """Return why `reshard` refuses a checkpoint, besides what `trusting` collects; empty if it does not.
+
+    Raises:
+        ReshardError: the checkpoint cannot be read, or is being removed.
+    """
+    from reshard.api import index_of, plan_of
+
+    marker = folder / COMMIT_FILE
+    is_committed = marker.exists()
+    try:
+        index = index_of(folder)
+        plan_of(index, index.topology, num_threads=1)  # it reads the objects that a conversion copies
+    except (UnsupportedError, NotACheckpointError) as error:
+        if not folder.is_dir() or (is_committed and not marker.exists()):
+            raise
+        return [error.with_traceback(None)]
+    return []

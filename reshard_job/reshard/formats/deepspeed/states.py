@@ -11,6 +11,7 @@ from typing import Any
 from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.muon import MOMENTUM
+from reshard.formats.deepspeed.scalars import identify_scalars, require_plain
 from reshard.formats.pt.objects import Tensor
 
 
@@ -63,6 +64,7 @@ def _split(master: Tensor, states: Any, path: str) -> GroupState:
         if not isinstance(key, str):
             raise UnsupportedError(f"a state is called {key!r:.80}", path=path)
         if not isinstance(value, Tensor) or not value.shape:
+            require_plain(key, value, path)
             scalars[key] = value
             continue
         if len(value.shape) != 1 or (value.num_elements < master.num_elements and key != MOMENTUM):
@@ -81,25 +83,29 @@ def _split(master: Tensor, states: Any, path: str) -> GroupState:
 def check_scalars(source: DeepSpeedContents) -> None:
     """Check that ranks which hold partitions of one group agree about its scalars; another `step` is another save.
 
-    The bytes of the scalars are not read. The archive states the CRC-32 of each, which differs whenever four bytes do.
-
     Raises:
         CorruptSourceError: `step` differs; the message names the files.
-        UnsupportedError: other scalars differ: each is a value of a partition.
+        UnsupportedError: other scalars differ, or only some ranks have one: each is a value of a partition.
     """
     topology = source.topology
     problems: list[str] = []
     of_partitions: list[str] = []
-    read_first = functools.cache(functools.partial(read_group_states, source, dp=0))
+
+    @functools.cache
+    def identify_first(mp: int) -> list[dict[str, Any]]:
+        path = source.optimizers[mp, 0].path
+        return [identify_scalars(group.scalars, path) for group in read_group_states(source, mp, 0)]
+
     for (mp, dp), file in source.optimizers.items():
         first = mp - mp % topology.tp
         if (mp, dp) == (first, 0):
             continue
         reference = Path(source.optimizers[first, 0].path).name
-        pairs = zip(read_group_states(source, mp, dp), read_first(first), strict=False)
-        for at, (own, expected) in enumerate(pairs):
-            for key, value in own.scalars.items():
-                if identify_scalar(value) != identify_scalar(expected.scalars.get(key)):
+        pairs = zip(read_group_states(source, mp, dp), identify_first(first), strict=False)
+        for at, (group, expected) in enumerate(pairs):
+            own = identify_scalars(group.scalars, file.path)
+            for key in {**own, **expected}:
+                if key not in own or key not in expected or own[key] != expected[key]:
                     listed = problems if key == "step" else of_partitions
                     listed.append(f"{Path(file.path).name}: {key!r} of group {at} is not that of {reference}")
     if problems:
@@ -114,10 +120,3 @@ def check_scalars(source: DeepSpeedContents) -> None:
             hint="resume in the topology that it was saved in: only states with one value per weight, or one per group"
             " on all ranks, are converted",
         )
-
-
-def identify_scalar(value: Any) -> Any:
-    """Return a value that is equal for equal scalars, without reading bytes: for a tensor its type and CRC-32."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.storage.crc32
-    return value if isinstance(value, int | float | str | bool) else None

@@ -21,6 +21,7 @@ from reshard.errors import CorruptSourceError, UnsupportedError
 from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.matching import Shape, match_names, match_sizes
 from reshard.formats.deepspeed.pipeline import PipelineInfo
+from reshard.formats.deepspeed.scalars import require_plain
 from reshard.formats.pt.objects import Storage, Tensor, contiguous_stride
 from reshard.formats.pt.reader import PtFile, read_tensor_bytes
 
@@ -129,6 +130,7 @@ def _split(states: Any, master: Tensor | None, number: int, path: str) -> ParamS
     scalars: dict[str, Any] = {}
     for key, value in states.items():
         if not isinstance(value, Tensor) or not value.shape:
+            require_plain(key, value, path)
             scalars[key] = value
         else:
             tensors[key] = value

@@ -25,7 +25,7 @@ from reshard.formats.pt.objects import (
     Tensor,
     abbreviate,
 )
-from reshard.formats.pt.trust import is_accepted, refuse_globals
+from reshard.formats.pt.trust import is_accepted, refuse_globals, trusting
 
 MAX_PICKLE_BYTES = 256 << 20
 """A pickle of metadata is a few hundred bytes per tensor; a longer one is not metadata."""
@@ -72,12 +72,13 @@ def load(data: bytes, *, persistent_load: PersistentLoad, rebuild: Rebuild, path
     machine = Machine(data, persistent_load, rebuild, path)
     try:
         value = machine.run()
-    except ReshardError:
-        machine.check_names()
+    except ReshardError as error:
+        machine.check_names(error)
         raise
     except (IndexError, struct.error, UnicodeDecodeError, TypeError, ValueError, KeyError, AttributeError) as error:
-        machine.check_names()
-        raise make_pickle_error(error, machine.position, path) from error
+        broken = make_pickle_error(error, machine.position, path)
+        machine.check_names(broken)
+        raise broken from error
     check_tree_size(value, path, machine.weights)
     machine.check_globals(value)
     return value
@@ -139,13 +140,20 @@ class Machine:
         """
         refuse_globals(self.refused, self.made, value, self.path)
 
-    def check_names(self) -> None:
+    def check_names(self, reason: ReshardError) -> None:
         """Refuse a pickle that was not read to its end for its globals, which tell more than where it breaks off.
 
         Raises:
-            UnsafePickleError: lists the globals that are not accepted.
+            UnsafePickleError: lists the globals that are not accepted, and none to allow, because of `reason`.
         """
-        refuse_globals(self.refused, (), None, self.path)
+        found: list[UnsafePickleError] = []
+        with trusting((), found):
+            refuse_globals(self.refused, (), None, self.path)
+        for error in found:
+            if error.to_allow:
+                error.to_allow, error.hint = (), "save the checkpoint again as plain data"
+            error.problems += (f"and not read to its end: {reason.message}",)
+            raise error
 
     def weigh(self, value: Any, num_bytes: int) -> None:
         """Store how many objects a long text or number counts as: a pickle can refer to it many times."""

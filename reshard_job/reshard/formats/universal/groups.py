@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.formats.deepspeed.reading.groups import to_plain
-from reshard.formats.deepspeed.states import identify_scalar
+from reshard.formats.deepspeed.scalars import identify_scalar
 from reshard.formats.pt.objects import Tensor
 from reshard.formats.pt.reader import PtFile
 from reshard.formats.universal.atoms import Atoms
@@ -54,7 +54,7 @@ def _read_scalars(
     if not known_steps:
         return _read_optimizer_scalars(source, number)
     problems += [f"{atom_file(name, STEP)} is missing" for name in steps if name not in known_steps]
-    values = {name: identify_scalar(value) for name, (value, _) in known_steps.items()}
+    values = {name: identify_scalar(value, file.path) for name, (value, file) in known_steps.items()}
     usual, count = Counter(values.values()).most_common(1)[0]
     problems += [
         f"{atom_file(name, STEP)} is of another step than that of {count} others of group {number}"

@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 import shutil
+import subprocess
 import threading
 import zipfile
 from pathlib import Path
@@ -19,8 +20,10 @@ from elastic_trainer.mailbox import FileMailbox
 from elastic_trainer.publisher import Publisher
 from elastic_trainer.saving.refusals import RefusalCheck, find_refusals
 from elastic_trainer.settings import from_env
+from reshard.api import index_of
 from reshard.commits.commit import Commit, CommittedFile
 from reshard.contract import LeaseKey
+from reshard.errors import NotACheckpointError, UnsafePickleError
 from reshard.formats.pt.emit import emit
 from reshard.formats.pt.objects import Global, Inert
 from reshard.storage.durable import file_crc32
@@ -86,6 +89,59 @@ def test_what_can_never_be_allowed_is_no_advice(name: str, tmp_path: Path) -> No
     assert name in message
     assert "mine.State" in message
     assert names == []
+
+
+def test_names_that_are_not_enough_are_no_advice(tmp_path: Path) -> None:
+    """The pickle breaks off behind the class, at a key that is not read."""
+    source = shutil.copytree(SOURCE, tmp_path / "in", ignore=shutil.ignore_patterns("COMMIT.json"))
+    objects = {"trainer": STATE, "seen": {("cpu", Global("torch", "float32")): 1}}
+    edit(source, "mp_rank_00_model_states.pt", lambda value: value.update(objects))
+    message, names = find_refusals(source)
+    assert "mine.State" in message
+    assert "a key is a tuple of something other than scalars" in message
+    assert names == []
+    with pytest.raises(UnsafePickleError) as refused:
+        index_of(source)
+    assert refused.value.to_allow == ()
+    assert "--allow-global" not in refused.value.hint
+
+
+def test_what_is_refused_of_another_file_is_told_with_the_names(tmp_path: Path) -> None:
+    source = foreign(tmp_path, "State")
+    key = ("cpu", Global("torch", "float32"))
+    edit(source, "zero_pp_rank_1_mp_rank_00_optim_states.pt", lambda value: value.update(seen={key: 1}))
+    message, names = find_refusals(source)
+    assert "mine.State" in message
+    assert "a key is a tuple" in message
+    assert names == []
+
+
+def test_a_commit_of_no_known_format_is_told_as_refused(tmp_path: Path) -> None:
+    (tmp_path / "rank0.npz").write_bytes(b"own")
+    message, names = find_refusals(tmp_path)
+    assert message == "no known checkpoint format"
+    assert names == []
+
+
+def test_a_commit_that_is_removed_meanwhile_is_not_told_as_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpointError):
+        find_refusals(tmp_path / "gone")
+
+
+def test_a_reader_that_cannot_be_started_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_args: Any, **_named: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    checks = RefusalCheck(pytest.fail)
+    for _ in range(2):
+        checks.begin(SOURCE)
+    for thread in [thread for thread in threading.enumerate() if thread.name == "refusals"]:
+        thread.join(60)
+    (record,) = caplog.records
+    assert "its reader cannot be started: [Errno 11]" in record.getMessage()
 
 
 def test_extra_state_of_a_dcp_checkpoint_is_read_as_well(tmp_path: Path) -> None:

@@ -14,8 +14,13 @@ from collections.abc import Iterable
 from reshard.formats.dcp.metadata import Entry
 from reshard.topology import Topology
 
-_RANK = re.compile(r"(?:^|[._-])((?:dp[_-])?)rank[._-]?([0-9]{1,9})(?=\.|$)")
-"""A part of a name that ends with `rank` and a number; `dp_rank` counts data-parallel replicas."""
+_RANK = re.compile(
+    r"(?:^|[.])((?:(?:rng|data|dataloader|sampler|global|local|world|[dtpces]p)[_-])*)rank[._-]?([0-9]{1,9})(?=\.|$)"
+)
+"""A whole part of a name that says `rank` and a number; `dp_rank` counts data-parallel replicas.
+
+Other words before it mean something else: `low_rank.0` is a module, and `lora_rank_0` a setting.
+"""
 
 _SHOWN = 5
 
@@ -25,9 +30,9 @@ def select_entries(
 ) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
     """Leave out the entries of single ranks, unless the target has the same ranks.
 
-    Entries belong to ranks if their names differ only in the rank's number, and the numbers begin at 0. `dp_rank`
-    stays if the target has as many data-parallel replicas as there are numbers; `rank` stays if all degrees of
-    parallelism stay.
+    Entries belong to ranks if their names differ only in the rank's number, and the numbers begin at 0. All stay if all
+    degrees of parallelism stay; `dp_rank` also if the target has as many data-parallel replicas as there are numbers.
+    Tensors of floating-point numbers below `rank` alone are weights, averaged ones for instance, and stay.
 
     Args:
         entries: entries of neither model nor optimizer.
@@ -38,16 +43,21 @@ def select_entries(
         The entries that are copied, and a note about the others.
     """
     chosen, ranks = tuple(entries), defaultdict[tuple[str, str], dict[int, None]](dict)
-    found = {entry.key: match for entry in chosen if (match := _RANK.search(entry.key))}
+    if dataclasses.replace(source, zero=0) == dataclasses.replace(target, zero=0):
+        return chosen, ()
+    found = {
+        entry.key: match
+        for entry in chosen
+        if (match := _RANK.search(entry.key)) is not None and (match[1] or "float" not in entry.dtype)
+    }
     for match in found.values():
         ranks[_family(match)][int(match[2])] = None
-    is_same = dataclasses.replace(source, zero=0) == dataclasses.replace(target, zero=0)
 
     def is_kept(key: str) -> bool:
         match = found.get(key)
         if match is None or 0 not in (numbers := ranks[_family(match)]):
             return True
-        return len(numbers) == target.num_replicas if match[1] else is_same
+        return match[1][-3:-1] == "dp" and len(numbers) == target.num_replicas
 
     left = [entry.key for entry in chosen if not is_kept(entry.key)]
     if not left:

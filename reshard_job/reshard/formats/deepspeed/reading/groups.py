@@ -12,7 +12,8 @@ from reshard.formats.deepspeed.contents import DeepSpeedContents
 from reshard.formats.deepspeed.fields import is_fused
 from reshard.formats.deepspeed.logical import Model, read_param_groups
 from reshard.formats.deepspeed.muon import is_muon
-from reshard.formats.deepspeed.states import GroupState, identify_scalar, read_group_states
+from reshard.formats.deepspeed.scalars import identify_scalars
+from reshard.formats.deepspeed.states import GroupState, read_group_states
 from reshard.formats.deepspeed.unpartitioned import ParamState, read_param_states
 from reshard.formats.pt.objects import Inert, Tensor
 from reshard.formats.pt.reader import PtFile, read_tensor_bytes
@@ -85,8 +86,9 @@ def _read_unpartitioned(source: DeepSpeedContents, mp: int, group: int) -> Group
     if _has_step_in_last_param(read_param_groups(source, mp)[group], states):
         *named, (_, counting) = [pair for pair in named if pair[1].order]
         expected = named[0][1]
+    usual = identify_scalars(expected.scalars, file.path)
     for name, state in named:
-        if state.order and _identify_scalars(state) != _identify_scalars(expected):
+        if state.order and identify_scalars(state.scalars, file.path) != usual:
             raise UnsupportedError(
                 f"{name} has done another number of optimizer steps than {next(iter(source.named[mp][group]))},"
                 " which stands in the same parameter group",
@@ -104,10 +106,6 @@ def _has_step_in_last_param(group: Mapping[str, Any], states: Sequence[ParamStat
     saved = [state.scalars.get("step") for state in states if state.order]
     steps = [step for step in saved if isinstance(step, int)]
     return is_fused(group) and len(steps) == len(saved) > 1 and steps[-1] > steps[0]
-
-
-def _identify_scalars(state: ParamState) -> dict[str, Any]:
-    return {key: identify_scalar(value) for key, value in state.scalars.items()}
 
 
 def to_plain(value: Any, file: PtFile) -> Plain:

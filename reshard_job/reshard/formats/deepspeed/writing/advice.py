@@ -21,6 +21,8 @@ PER_ELEMENT = {
 An optimizer with other states may compute over whole tensors, as Adafactor does. In the ZeRO stages 1 to 3, its tensors
 are a rank's flat partitions: there it keeps other states than for matrices, and computes other numbers.
 """
+_SHARED = {"step", "mu_product", "eta", "mu"}
+"""States of these optimizers that are one number, which follows from the step: the last two are ASGD's."""
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 _OTHER_PIPELINES = (0, 16, 0), (0, 19, 8)
 """First version with other gradients of pipelines, and first version without.
@@ -93,11 +95,13 @@ def refuse_flat_states(target: Target, *, is_flat: bool) -> None:
     """
     if not is_flat or target.kind not in (Kind.PLAIN, Kind.UNFUSED):
         return
+    numbers = ", ".join(sorted(_find_unknown_numbers(target)))
     for tensor in target.rows.tensors:
-        if tensor.key.state not in PER_ELEMENT and len(tensor.shape) > 1:
+        if len(tensor.shape) > 1 and (numbers or tensor.key.state not in PER_ELEMENT):
+            state = numbers or f"{tensor.key} {list(tensor.shape)}"
             raise UnsupportedError(
-                f"{tensor.key} {list(tensor.shape)}: the source has this state for a flat partition, and it is not"
-                " known whether the optimizer keeps it for a matrix",
+                f"{state}: the source has this state for a flat partition, and it is not known whether the optimizer"
+                " keeps it for a matrix",
                 path=str(target.source.folder),
                 hint="Adafactor, for instance, keeps rows and columns of a matrix: choose ZeRO stage 1, 2 or 3",
             )
@@ -105,7 +109,9 @@ def refuse_flat_states(target: Target, *, is_flat: bool) -> None:
 
 def note_partitioned_states(target: Target, before: Topology) -> tuple[str, ...]:
     """Return a note about states that may depend on how parameters are cut into partitions, if that changes."""
-    states = sorted({tensor.key.state for tensor in target.rows.tensors} - PER_ELEMENT)
+    states = sorted(
+        ({tensor.key.state for tensor in target.rows.tensors} - PER_ELEMENT) | _find_unknown_numbers(target)
+    )
     if not states or before == target.topology or before.zero == target.topology.zero == 0:
         return ()
     note = (
@@ -113,6 +119,12 @@ def note_partitioned_states(target: Target, before: Topology) -> tuple[str, ...]
         " computes over the partition of a rank, so training goes on with other numbers where partitions change"
     )
     return (note,)
+
+
+def _find_unknown_numbers(target: Target) -> set[str]:
+    """Find the states that are one number for a group, and that an optimizer may compute over whole tensors (`RMS`)."""
+    groups = () if target.weights_alone else range(len(target.extra.model.groups))
+    return {state for group in groups for state in target.group_template(group, 0).scalars} - _SHARED
 
 
 def _list_untied(target: Target) -> list[str]:
