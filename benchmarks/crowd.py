@@ -80,7 +80,7 @@ async def add_jobs(client: KubernetesClient, count: int) -> None:
     }
     jobs = (
         {
-            "apiVersion": "elastictraining.dev/v1alpha1",
+            "apiVersion": "elastictraining.dev/v1beta1",
             "kind": "ElasticTrainingJob",
             "metadata": {"name": f"job-{number:04d}", "namespace": NAMESPACE},
             "spec": spec,

@@ -110,7 +110,7 @@ def _manifest(name: str) -> dict[str, Any]:
     }
     meta = {"name": name, "namespace": crowd.NAMESPACE}
     return {
-        "apiVersion": "elastictraining.dev/v1alpha1", "kind": "ElasticTrainingJob", "metadata": meta, "spec": spec
+        "apiVersion": "elastictraining.dev/v1beta1", "kind": "ElasticTrainingJob", "metadata": meta, "spec": spec
     }  # fmt: skip
 
 

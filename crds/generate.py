@@ -7,7 +7,6 @@ The sources are the models in operator/elastic_operator/api: `spec_model`, `fail
 from __future__ import annotations
 
 import ast
-import copy
 import dataclasses
 import importlib
 import inspect
@@ -22,7 +21,6 @@ from pydantic import TypeAdapter
 from crds.reference import render
 from elastic_operator.api import failure_policy, pod_template, spec_model, status, status_parts
 from elastic_operator.api.admission_rules import RULES
-from elastic_operator.api.spec_model import SERVED_VERSIONS
 from reshard.contract import GROUP, KIND, PLURAL, VERSION
 
 ROOT = Path(__file__).parent.parent
@@ -99,19 +97,14 @@ def build_crd() -> dict[str, Any]:
                 "shortNames": ["etj"],
                 "categories": ["training"],
             },
-            # All versions have one schema. Without a conversion here, the API server only replaces `apiVersion`.
-            "versions": [
-                {"name": name, "served": True, "storage": name == VERSION} | copy.deepcopy(version)
-                for name in SERVED_VERSIONS
-            ],
+            "versions": [{"name": VERSION, "served": True, "storage": True} | version],
         },
     }
 
 
 def _resource_schema() -> dict[str, Any]:
-    versions = " or ".join(f"{GROUP}/{name}" for name in reversed(SERVED_VERSIONS))
     properties = {
-        "apiVersion": {"description": f"{versions}; both have the same fields.", "type": "string"},
+        "apiVersion": {"description": f"{GROUP}/{VERSION}.", "type": "string"},
         "kind": {"description": f"{KIND}.", "type": "string"},
         "metadata": {"type": "object"},
         "spec": {

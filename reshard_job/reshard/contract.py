@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 GROUP = "elastictraining.dev"
-VERSION = "v1alpha1"
+VERSION = "v1beta1"
 KIND = "ElasticTrainingJob"
 PLURAL = "elastictrainingjobs"
 

@@ -84,7 +84,7 @@ class Run:
         template["spec"] |= pod_spec or {}
         template |= {"metadata": {"labels": template_labels}} if template_labels else {}
         job = {
-            "apiVersion": "elastictraining.dev/v1alpha1",
+            "apiVersion": "elastictraining.dev/v1beta1",
             "kind": "ElasticTrainingJob",
             "metadata": {"name": name or self.name, "namespace": self.namespace, "labels": labels or {}},
             "spec": {

@@ -121,7 +121,7 @@ class PlayedCluster:
     async def create_job(self, spec: Mapping[str, Any]) -> None:
         """Create the job."""
         resource = {
-            "apiVersion": "elastictraining.dev/v1alpha1", "kind": "ElasticTrainingJob",
+            "apiVersion": "elastictraining.dev/v1beta1", "kind": "ElasticTrainingJob",
             "metadata": {"name": NAME, "namespace": self.namespace}, "spec": spec,
         }  # fmt: skip
         self.job = await self._client.create(TRAINING_JOB, resource)

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 JOB: dict[str, Any] = {
-    "apiVersion": "elastictraining.dev/v1alpha1",
+    "apiVersion": "elastictraining.dev/v1beta1",
     "kind": "ElasticTrainingJob",
     "metadata": {"name": "gpt"},
     "spec": {

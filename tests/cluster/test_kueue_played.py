@@ -45,7 +45,7 @@ EVERY_JOB: Mapping[str, Any] = {
     "managedJobsNamespaceSelector": OTHER_NAMESPACES,
     "integrations": {
         "frameworks": ["batch/job"],
-        "externalFrameworks": ["ElasticTrainingJob.v1alpha1.elastictraining.dev"],
+        "externalFrameworks": ["ElasticTrainingJob.v1beta1.elastictraining.dev"],
     },
 }
 """Kueue manages all Jobs, but not those of the kind (docs/queues.md)."""

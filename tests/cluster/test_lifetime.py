@@ -102,7 +102,7 @@ def test_of_two_waiting_jobs_the_one_of_higher_priority_takes_the_node_first(run
     run.until_phase("Running")
     spec = run.cluster.get("etj", "gpt", "-n", run.namespace)["spec"]
     for name, pod in (("low", {}), ("high", {"priorityClassName": priority})):
-        job = {"apiVersion": "elastictraining.dev/v1alpha1", "kind": "ElasticTrainingJob"}
+        job = {"apiVersion": "elastictraining.dev/v1beta1", "kind": "ElasticTrainingJob"}
         template = {"spec": {**spec["template"]["spec"], **pod}}
         own = {"template": template, "checkpoint": {**spec["checkpoint"], "path": name}}
         run.cluster.apply({**job, "metadata": {"name": name, "namespace": run.namespace}, "spec": {**spec, **own}})

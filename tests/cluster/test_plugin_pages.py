@@ -49,7 +49,7 @@ def make_job(kubectl: Kubectl) -> None:
     entry = json.loads(RECORDING.read_text())["drained"]
     status = copy.deepcopy(entry["job"]["status"]) | {"phase": "Complete", "message": "the training is over"}
     job = {
-        "apiVersion": "elastictraining.dev/v1alpha1",
+        "apiVersion": "elastictraining.dev/v1beta1",
         "kind": "ElasticTrainingJob",
         "metadata": {"name": "gpt", "namespace": NAMESPACE},
         "spec": entry["job"]["spec"],

@@ -150,7 +150,7 @@ def now() -> str:
 
 def training_job(namespace: str = TEAM, **spec: Any) -> dict[str, Any]:
     return {
-        "apiVersion": "elastictraining.dev/v1alpha1",
+        "apiVersion": "elastictraining.dev/v1beta1",
         "kind": "ElasticTrainingJob",
         "metadata": {"name": "gpt", "namespace": namespace},
         "spec": {**SPEC, **spec},

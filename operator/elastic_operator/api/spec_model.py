@@ -40,7 +40,7 @@ from elastic_operator.api.schema_types import (
     not_expected,
     to_camel_case,
 )
-from reshard.contract import COMMIT_NAME, GROUP, MAX_RELEASED, VERSION, TakeOver
+from reshard.contract import COMMIT_NAME, GROUP, MAX_RELEASED, TakeOver
 
 AUTO: Final = "Auto"
 LOAD: Final = "Load"
@@ -97,9 +97,6 @@ def _check_resource_name(name: str) -> str:
 
 _RESOURCE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 """An extended resource: DNS subdomain, slash, qualified name."""
-
-SERVED_VERSIONS: Final = (VERSION, "v1beta1")
-"""Versions of the resource, all with this schema: the first is stored, the last is for manifests (docs/upgrades.md)."""
 
 OPERATOR_NAME: Final = f"{GROUP}/elastic-training-operator"
 """Value of `spec.managedBy` that names this operator; an absent field means the same."""

@@ -9,7 +9,6 @@ from http import HTTPStatus
 from typing import Any
 
 from elastic_operator.api.serialization import format_time, to_wire
-from elastic_operator.api.spec_model import SERVED_VERSIONS
 from elastic_operator.api.status import Status
 from elastic_operator.client.api_client import KubernetesClient
 from elastic_operator.client.api_errors import ApiError
@@ -50,7 +49,7 @@ from elastic_operator.reconcile.actions import (
     RequestStop,
     RevokeAttempt,
 )
-from reshard.contract import GROUP, KIND, LeaseKey, Request
+from reshard.contract import GROUP, KIND, VERSION, LeaseKey, Request
 
 _MESSAGE_LIMIT = 1024
 """Maximum length of the message of a core/v1 Event."""
@@ -194,8 +193,7 @@ class ClusterWriter:
             "kind": "Event",
             "metadata": {"name": name, "namespace": meta["namespace"]},
             "involvedObject": {
-                # The version that kubectl prefers: `kubectl events --for` compares it.
-                "apiVersion": f"{GROUP}/{SERVED_VERSIONS[-1]}",
+                "apiVersion": f"{GROUP}/{VERSION}",
                 "kind": KIND,
                 "name": meta["name"],
                 "namespace": meta["namespace"],

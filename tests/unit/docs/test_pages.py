@@ -6,7 +6,6 @@ import re
 
 import yaml
 
-from elastic_operator.api.spec_model import SERVED_VERSIONS
 from release.pins import read_versions
 from reshard.commits.commit import COMMIT_VERSION
 from reshard.contract import MANIFEST_VERSIONS
@@ -18,7 +17,6 @@ from tests.unit.project.test_docs_tables import known_tests
 DOCS = ROOT / "docs"
 COMPATIBILITY = (DOCS / "compatibility.md").read_text(encoding="utf-8")
 COMPARISON = (DOCS / "comparison.md").read_text(encoding="utf-8")
-UPGRADES = (DOCS / "upgrades.md").read_text(encoding="utf-8")
 NOT_PACKAGES = {
     "Kubernetes": components.KUBERNETES_VERSION,
     "Helm": helm.VERSION,
@@ -55,17 +53,6 @@ def test_the_versions_of_formats_are_those_of_the_programs() -> None:
     told = dict(rows(section(COMPATIBILITY, "Between the parts of this project")))
     assert told["`COMMIT.json`"].startswith(f"version {COMMIT_VERSION};")
     assert told["manifests of virtual commits"].startswith(f"versions {' and '.join(map(str, MANIFEST_VERSIONS))};")
-
-
-def test_the_versions_of_the_resource_are_those_of_the_crd() -> None:
-    crd = yaml.safe_load((ROOT / "crds/elastictrainingjobs.yaml").read_text(encoding="utf-8"))
-    told = {name.strip("`"): cells for name, *cells in rows(section(UPGRADES, "Versions of the resource"))}
-    assert told.keys() == {item["name"] for item in crd["spec"]["versions"]}
-    for item in crd["spec"]["versions"]:
-        served, stored, use = told[item["name"]]
-        assert (served.startswith("yes"), stored == "yes") == (item["served"], item["storage"])
-        assert ("not deprecated" in served) == (item["storage"] and not item.get("deprecated"))
-        assert ("for new manifests" in use) == (item["name"] == SERVED_VERSIONS[-1])
 
 
 def absent_numbers(figure: str, source: str) -> list[str]:
@@ -111,5 +98,5 @@ def test_every_row_of_the_threat_model_names_tests_that_exist() -> None:
 
 
 def test_the_test_that_the_upgrade_page_names_exists() -> None:
-    for name in re.findall(r"`(test_\w+)`", UPGRADES):
+    for name in re.findall(r"`(test_\w+)`", (DOCS / "upgrades.md").read_text(encoding="utf-8")):
         assert name in known_tests()

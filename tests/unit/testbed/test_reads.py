@@ -11,7 +11,7 @@ from testbed import reads
 @pytest.mark.parametrize(
     ("arguments", "path"),
     [
-        (["etj", "gpt", "-n", "team"], "/apis/elastictraining.dev/v1alpha1/namespaces/team/elastictrainingjobs/gpt"),
+        (["etj", "gpt", "-n", "team"], "/apis/elastictraining.dev/v1beta1/namespaces/team/elastictrainingjobs/gpt"),
         (["pods", "-n", "team", "-l", "a=b,c"], "/api/v1/namespaces/team/pods?labelSelector=a%3Db%2Cc"),
         (["node", "gpu-1"], "/api/v1/nodes/gpu-1"),
         (["lease", "-n", "team"], "/apis/coordination.k8s.io/v1/namespaces/team/leases"),

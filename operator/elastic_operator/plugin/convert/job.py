@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_operator.api.spec import SpecError, parse_spec
-from elastic_operator.api.spec_model import SERVED_VERSIONS
 from elastic_operator.plugin.convert import jobset, pytorchjob, trainjob
 from elastic_operator.plugin.convert.pod import TrainingPod, make_training_pod
 from elastic_operator.plugin.convert.section import ConvertError, Notes, Section
 from elastic_operator.plugin.convert.workload import Workload
-from reshard.contract import GROUP, KIND
+from reshard.contract import GROUP, KIND, VERSION
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 KINDS = (pytorchjob.KIND, trainjob.KIND, jobset.KIND)
@@ -72,7 +71,7 @@ def convert(objects: Sequence[Mapping[str, Any]], choices: Choices) -> tuple[dic
         raise ConvertError(f"the result would be no valid ElasticTrainingJob: {error}") from None
     _add_decisions(spec, choices, notes)
     job = {
-        "apiVersion": f"{GROUP}/{SERVED_VERSIONS[-1]}",
+        "apiVersion": f"{GROUP}/{VERSION}",
         "kind": KIND,
         "metadata": dict(workload.metadata),
         "spec": spec,

@@ -15,7 +15,6 @@ import yaml
 from crds.generate import render_files
 from elastic_operator.api.serialization import Time, to_wire
 from elastic_operator.api.spec import parse_spec
-from elastic_operator.api.spec_model import SERVED_VERSIONS
 from elastic_operator.api.status import (
     Checkpoint,
     Commit,
@@ -115,28 +114,17 @@ def test_names_are_those_of_the_contract():
     assert CRD["spec"]["names"]["kind"] == contract.KIND
 
 
-def test_the_versions_differ_in_name_and_storage_only_so_that_no_conversion_is_needed():
-    versions = copy.deepcopy(CRD["spec"]["versions"])
-    names = {(item.pop("name"), item.pop("storage")) for item in versions}
-    assert names == {("v1alpha1", True), ("v1beta1", False)}
-    assert versions[0] == versions[1]
-    assert versions[0]["served"] is True
-    assert "deprecated" not in versions[0]
-    assert "conversion" not in CRD["spec"], "the default is None"
-
-
-def test_the_operator_uses_the_version_that_is_stored_because_an_older_crd_serves_it_too():
-    assert contract.VERSION == TRAINING_JOB.version == VERSION["name"]
-    assert VERSION["storage"] is True
+def test_one_version_is_served_and_stored_and_used_everywhere():
+    assert [(item["name"], item["served"], item["storage"]) for item in CRD["spec"]["versions"]] == [
+        (contract.VERSION, True, True)
+    ]
+    assert TRAINING_JOB.version == contract.VERSION
     job = JobRef(name="gpt", namespace="team", uid="u", generation=1)
     (owner,) = build_owned_metadata(job, "gpt-a1")["ownerReferences"]
     assert owner["apiVersion"] == f"{contract.GROUP}/{contract.VERSION}"
-
-
-def test_the_chart_names_the_versions_that_are_served():
     chart = yaml.safe_load((ROOT / "charts/elastic-training-operator/Chart.yaml").read_text(encoding="utf-8"))
     named = yaml.safe_load(chart["annotations"]["artifacthub.io/crds"])
-    assert {item["version"] for item in named} == set(SERVED_VERSIONS)
+    assert [item["version"] for item in named] == [contract.VERSION]
 
 
 @pytest.mark.parametrize(("path", "field"), ALL_FIELDS, ids=[path for path, _ in ALL_FIELDS])
@@ -193,7 +181,7 @@ def test_a_misspelt_field_is_refused_by_the_strict_schema():
 
 @pytest.mark.parametrize("job", list(documents()))
 def test_an_example_is_valid(job):
-    assert job["apiVersion"] == f"{contract.GROUP}/{SERVED_VERSIONS[-1]}", "the version for new manifests"
+    assert job["apiVersion"] == f"{contract.GROUP}/{contract.VERSION}"
     jsonschema.validate(job, STRICT)
     parse_spec(job["spec"])
 

@@ -77,7 +77,7 @@ def test_every_verb_has_its_method_path_and_body() -> None:
     ask(recorder.answer, write_everything)
     assert recorder.lines == [
         "POST /apis/batch/v1/namespaces/ns/jobs?dryRun=All&fieldManager=me",
-        "PUT /apis/elastictraining.dev/v1alpha1/namespaces/ns/elastictrainingjobs/a%2Fb/status",
+        "PUT /apis/elastictraining.dev/v1beta1/namespaces/ns/elastictrainingjobs/a%2Fb/status",
         "PATCH /api/v1/nodes/n?fieldManager=me",
         "DELETE /api/v1/namespaces/ns/pods/p",
     ]

@@ -15,7 +15,7 @@ from elastic_operator.client.credentials import CredentialPlugin, Credentials
 from elastic_operator.plugin.cluster import Cluster, connect, split_lines
 from elastic_operator.plugin.errors import Exit, PluginError
 
-CRD = "/apis/elastictraining.dev/v1alpha1"
+CRD = "/apis/elastictraining.dev/v1beta1"
 FORBIDDEN = {"kind": "Status", "code": 403, "message": "User x\n cannot"}
 UNAUTHORIZED = {"kind": "Status", "code": 401, "message": "Unauthorized"}
 NO_OBJECT = {"kind": "Status", "code": 404, "message": "not found", "details": {"name": "gtp"}}

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_operator.api.spec import parse_spec
-from elastic_operator.api.spec_model import SERVED_VERSIONS
 from elastic_operator.plugin.convert import launcher
 from elastic_operator.plugin.convert.documents import read_documents
 from elastic_operator.plugin.convert.job import Choices, convert
@@ -24,7 +23,7 @@ from elastic_operator.plugin.convert.launcher import remove_launch_options
 from elastic_operator.plugin.convert.section import ConvertError
 from elastic_operator.plugin.errors import Exit
 from elastic_operator.plugin.main import main
-from reshard.contract import GROUP
+from reshard.contract import GROUP, VERSION
 from tests.randomness import examples
 from tests.unit.elastic_operator.api.test_crd import STRICT
 
@@ -110,7 +109,7 @@ def runtime(**policy: Any) -> dict[str, Any]:
 def spec_of(*objects: dict[str, Any], choices: Choices = CHOICES) -> dict[str, Any]:
     """Convert, and check the result as API server and operator do."""
     job, _ = convert(objects, choices)
-    assert job["apiVersion"] == f"{GROUP}/{SERVED_VERSIONS[-1]}"
+    assert job["apiVersion"] == f"{GROUP}/{VERSION}"
     SCHEMA.validate(job)
     parse_spec(job["spec"])
     found: dict[str, Any] = job["spec"]
