@@ -100,7 +100,8 @@ test: setup ## lint and every tier: the cluster tier's nodes beside the unit, pr
 	@$(MAKE) --no-print-directory -k -j3 $(SYNC) lint test-nodes other-tiers
 
 other-tiers:
-	@$(MAKE) --no-print-directory -k -j1 test-files test-engine test-servers
+	@$(MAKE) --no-print-directory test-files; files=$$?; \
+	    $(MAKE) --no-print-directory -k -j2 $(SYNC) test-engine test-servers && exit $$files
 
 test-files: setup
 	nice -n 10 $(BIN)/pytest -n auto tests/unit tests/property tests/golden
