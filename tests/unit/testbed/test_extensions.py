@@ -52,6 +52,19 @@ def test_a_lock_that_a_process_leaves_while_others_wait_does_not_stop_them(
     assert not lock.exists()
 
 
+def test_sources_that_were_compiled_get_an_old_date_and_changed_ones_do_not(tmp_path: Path) -> None:
+    (tmp_path / "csrc").mkdir()
+    source, stamp = tmp_path / "csrc/adam.cpp", tmp_path / "stamp"
+    source.write_text("one")
+    stamp.write_text(extensions.date_back_known_sources(source.parent, stamp))
+    assert source.stat().st_mtime > 0, "not compiled so far"
+    extensions.date_back_known_sources(source.parent, stamp)
+    assert source.stat().st_mtime == 0
+    source.write_text("two")
+    extensions.date_back_known_sources(source.parent, stamp)
+    assert source.stat().st_mtime > 0
+
+
 def test_a_folder_that_is_not_there_holds_no_lock(tmp_path: Path) -> None:
     assert extensions.remove_abandoned_locks(tmp_path / "none") == []
 
