@@ -1,6 +1,5 @@
 """Cases in which DeepSpeed 0.19.8 is wrong or fails and that no other test is about; docs/conversions.md lists all."""
 
-import ast
 import re
 import shutil
 from pathlib import Path
@@ -70,11 +69,9 @@ def test_what_another_run_left_in_the_folder_gets_into_no_universal_checkpoint(t
 
 
 def test_every_test_that_the_page_names_is_there():
-    names = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE.read_text(encoding="utf-8"))
-    assert len(names) > 30
-    for path, function in names:
-        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (path, function)
+    names = set(re.findall(r"`(test_\w+\.py)`", PAGE.read_text(encoding="utf-8")))
+    assert len(names) > 20
+    assert names <= {path.name for tier in ("engine", "golden") for path in (ROOT / "tests" / tier).glob("test_*.py")}
 
 
 def test_a_plain_model_becomes_a_pipeline_with_a_map_and_a_checkpoint_of_it(tmp_path):
