@@ -100,8 +100,7 @@ test: setup ## lint and every tier: the cluster tier's nodes beside the unit, pr
 	@$(MAKE) --no-print-directory -k -j3 $(SYNC) lint test-nodes other-tiers
 
 other-tiers:
-	@$(MAKE) --no-print-directory test-files; files=$$?; \
-	    $(MAKE) --no-print-directory -k -j2 $(SYNC) test-engine test-servers && exit $$files
+	@$(MAKE) --no-print-directory -k -j1 test-files test-engine test-servers
 
 test-files: setup
 	nice -n 10 $(BIN)/pytest -n auto tests/unit tests/property tests/golden
@@ -114,7 +113,7 @@ test-cluster: test-nodes ## the tier on a real cluster
 
 test-servers: setup
 	@$(BIN)/python -m testbed fetch || [ $$? = 3 ]
-	nice -n 5 $(BIN)/pytest tests/cluster -m own_api_server
+	$(BIN)/pytest tests/cluster -m own_api_server
 
 test-nodes: comm-op
 	@[ "$$ETJ_TEST_KUBECONFIG" ] || $(BIN)/python -m testbed fetch || [ $$? = 3 ]  # 3: not on this machine, as tests say
