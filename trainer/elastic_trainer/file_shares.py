@@ -23,20 +23,20 @@ _DEEPSPEED = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\
 
 
 class Verdict(enum.Enum):
-    """What a rank says of a commit."""
+    """Judgement of a rank on a commit."""
 
     SOUND = enum.auto()
     UNUSABLE = enum.auto()
-    """It is damaged, or of another topology or a newer version."""
+    """Damaged, or of another topology or a newer version."""
     ABSENT = enum.auto()
-    """It is not there, though its attempt's folder is."""
+    """Absent from the folder of its attempt, which is there."""
     UNKNOWN = enum.auto()
     """The storage cannot be read now, which says nothing about the commit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rank has found in its share of a commit, and what is wrong with it."""
+    """Judgement of a rank on its share of a commit, with the problem as text."""
 
     verdict: Verdict = Verdict.SOUND
     text: str = ""

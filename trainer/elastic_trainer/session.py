@@ -381,10 +381,11 @@ class Session:
 
         Symbolic links are left out: what they lead to may change, and every reader of commits refuses them.
         """
-        links = sorted(path for path in folder.rglob("*") if path.is_symlink())
+        entries = sorted(folder.rglob("*"))
+        links = [path for path in entries if path.is_symlink()]
         if links and self.settings.rank == 0:
             _log.warning("%s: is a symbolic link and no part of the commit (%d in all)", links[0], len(links))
-        paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+        paths = [path for path in entries if path.is_file() and not path.is_symlink()]
         own = []
         for path in paths[self.settings.rank :: self._collective.world_size]:
             with open(path, "rb") as stream:

@@ -1,4 +1,4 @@
-"""Which reads need no process of kubectl, and where they go."""
+"""Reads of the API server without kubectl: their paths, and what is left to kubectl."""
 
 import json
 from pathlib import Path
